@@ -1,0 +1,1 @@
+"""Kernels that apply mappers, each beside its plain-torch reference."""

@@ -1,0 +1,1 @@
+"""The artifact: one directory, the same on disk and on the Hub."""

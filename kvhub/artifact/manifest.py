@@ -1,0 +1,105 @@
+"""`manifest.json`: what a mapper is. Its sha256 is the mapper's digest."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from kvhub.model.identity import ModelIdentity, Record, Sha256, canonical_json
+
+SCHEMA_VERSION = 1
+
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+
+
+class FileEntry(Record):
+    """One file of the artifact, `size` in bytes."""
+
+    name: FileName
+    sha256: Sha256
+    size: int = Field(ge=0, le=1 << 40)
+
+
+class Calibration(Record):
+    """The text a mapper was fitted on."""
+
+    dataset: str
+    revision: str | None
+    sequences: int = Field(ge=1)
+    length: int = Field(ge=1)
+    stride: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    rows: int = Field(ge=1)
+    """Token positions that entered the moments."""
+    digest: Sha256
+    """sha256 over the exact token ids, in order (little-endian int64, windows length-prefixed)."""
+
+
+class FitScores(Record):
+    """R2 on the held-out calibration windows; a description, never a gate."""
+
+    rows: int = Field(ge=1)
+    r2_key: list[float]
+    """Per target layer."""
+    r2_value: list[float]
+
+
+class Manifest(Record):
+    """A fitted, directed mapper `source -> target`.
+
+    `regularization` is relative: lambda = value * mean(diag(Gram)); with
+    `regularization_convention = "absolute-mean"` it is `Gram/N + value * I`
+    (arXiv 2608.03893, eq. 4, read per token).
+    """
+
+    schema_version: Literal[1] = 1
+    kvhub_version: str
+    family: str = Field(pattern=r"^[a-z][a-z0-9-]{0,31}$")
+    support: Literal["full", "head-local"]
+    source: ModelIdentity
+    target: ModelIdentity
+    k: int = Field(ge=1)
+    regularization: float = Field(ge=0)
+    regularization_convention: Literal["relative-mean-diagonal", "absolute-mean"]
+    objective: str
+    source_layers: list[list[int]]
+    """`source_layers[target_layer]`: the k source layers it is mapped from, ascending."""
+    exact_prefix: int = Field(ge=0, le=65536)
+    """Positions left out of the fit, which the target must hold natively."""
+    weights_dtype: Literal["float32", "bfloat16"]
+    calibration: Calibration
+    fit_scores: FitScores
+    created: str
+    """ISO 8601, UTC."""
+    files: list[FileEntry]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        layers = self.source.geometry.num_layers
+        if len(self.source_layers) != self.target.geometry.num_layers:
+            raise ValueError("source_layers must have one list per target layer")
+        for chosen in self.source_layers:
+            if len(chosen) != self.k or sorted(set(chosen)) != chosen:
+                raise ValueError("each target layer needs k ascending, distinct source layers")
+            if chosen[0] < 0 or chosen[-1] >= layers:
+                raise ValueError("a source layer is out of range")
+        names = [entry.name.casefold() for entry in self.files]
+        if len(set(names)) != len(names):
+            raise ValueError("a file is listed twice")
+        return self
+
+    def to_bytes(self) -> bytes:
+        """The bytes of `manifest.json`; the digest is taken over exactly these."""
+        return canonical_json(self.model_dump(mode="json")) + b"\n"
+
+    @property
+    def digest(self) -> str:
+        """sha256 of `to_bytes()`, hex: the mapper's identity."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all listed files."""
+        return sum(entry.size for entry in self.files)

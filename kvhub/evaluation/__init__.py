@@ -1,0 +1,1 @@
+"""Evidence: what a mapped prefix costs the target, with controls."""

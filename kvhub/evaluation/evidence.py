@@ -1,0 +1,79 @@
+"""`evidence.json`: held-out scores bound to a mapper's digest (law 4).
+
+It stands beside the manifest, not in it: scores are measured after the digest
+exists, and measuring again must not change the mapper's identity.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from kvhub.model.identity import Record, Sha256, canonical_json
+
+Arm = Literal["native", "source", "mapped", "empty", "wrong-document"]
+
+
+class Score(Record):
+    """One measured number: `value` with its 95 % interval over `n` items."""
+
+    metric: str = Field(pattern=r"^[a-z0-9_]{1,48}$")
+    """nll, ppl_ratio, excess_nll, gap_recovered, kl, top1, attention_cosine,
+    attention_cosine_worst, r2_key, r2_value"""
+    arm: Arm
+    domain: str = Field(min_length=1, max_length=64)
+    """Name of the text, or `all`."""
+    value: float
+    low: float
+    high: float
+    n: int = Field(ge=0)
+    """Positions scored (tokens), or rows for R2 and cosine."""
+
+
+class GateCheck(Record):
+    """One condition of the gate and what was found."""
+
+    name: str
+    passed: bool
+    found: float
+    limit: float
+    domain: str
+
+
+class Verdict(Record):
+    """The gate's answer; `passed` turns a draft into ready."""
+
+    passed: bool
+    checks: list[GateCheck]
+
+
+class Evidence(Record):
+    """All scores of one evaluation of one mapper."""
+
+    schema_version: Literal[1] = 1
+    mapper: Sha256
+    """Digest of the mapper these scores belong to."""
+    kvhub_version: str
+    created: str
+    protocol: str
+    """Prefix and tail lengths, dtype, seed: enough to run it again."""
+    text: Sha256
+    """sha256 over the exact token ids of all items."""
+    windows: int = Field(ge=1)
+    exact_prefix: int = Field(ge=0)
+    injection_max_logit_error: float
+    """Largest logit difference when the target's own cache is re-injected."""
+    scores: list[Score]
+    verdict: Verdict
+
+    def to_bytes(self) -> bytes:
+        """The bytes of `evidence.json`."""
+        return canonical_json(self.model_dump(mode="json")) + b"\n"
+
+    def score(self, metric: str, arm: Arm = "mapped", domain: str = "all") -> Score | None:
+        """The score for one metric, arm and domain, or None."""
+        for score in self.scores:
+            if (score.metric, score.arm, score.domain) == (metric, arm, domain):
+                return score
+        return None

@@ -1,0 +1,1 @@
+"""What a model is to kvhub: its identity, geometry, RoPE and tokenizer."""

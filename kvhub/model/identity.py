@@ -1,0 +1,95 @@
+"""The identity of a model: bytes and numbers, never a name.
+
+Two caches may be exchanged, and a mapper may be applied, only where the
+`ModelIdentity.digest` of both sides is the one the artifact was fitted on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Revision = Annotated[str, Field(pattern=r"^(commit:[0-9a-f]{40}|fingerprint:[0-9a-f]{64})$")]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class Record(BaseModel):
+    """Frozen, closed and strict: unknown keys and coerced types are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def canonical_json(value: object) -> bytes:
+    """The one byte form that digests are taken over: sorted keys, no spaces, UTF-8."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+class Geometry(Record):
+    """Shape of the KV cache: `[num_layers, tokens, num_kv_heads, head_dim]`, K and V."""
+
+    num_layers: int = Field(ge=1, le=1024)
+    num_attention_heads: int = Field(ge=1, le=4096)
+    num_kv_heads: int = Field(ge=1, le=1024)
+    head_dim: int = Field(ge=2, le=1024)
+    hidden_size: int = Field(ge=1, le=1 << 20)
+    k_norm: bool
+    """Whether a per-head norm acts on keys before RoPE (Qwen3). Keys are read after it."""
+
+    @property
+    def features(self) -> int:
+        """Width of one layer's K (or V) row: `num_kv_heads * head_dim`."""
+        return self.num_kv_heads * self.head_dim
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of K and V over all layers for one token."""
+        return 2 * self.num_layers * self.features * itemsize
+
+
+class RopeSpec(Record):
+    """The complete rotary embedding of a model.
+
+    `inverse_frequencies` (radians a token, one per rotated pair) and
+    `attention_factor` (multiplies cos and sin) define the angles;
+    `parameters` is the model's own description, which the identity is taken over:
+    the frequencies may differ in the last bit between machines and are compared
+    numerically when a mapper is loaded.
+    """
+
+    rope_type: str
+    rotary_dim: int = Field(ge=2, le=1024)
+    pairing: Literal["half", "interleaved"]
+    """`half`: dimension i rotates with i + rotary_dim/2; `interleaved`: 2i with 2i + 1."""
+    attention_factor: float = Field(gt=0)
+    inverse_frequencies: list[float]
+    parameters: dict[str, float | int | str | bool | list[float] | list[int] | None]
+    max_position: int = Field(ge=1)
+
+
+class ModelIdentity(Record):
+    """Everything that must be equal for KV rows to mean the same thing.
+
+    `name` is a label for people and takes no part in `digest`.
+    """
+
+    name: str = Field(min_length=1, max_length=256)
+    revision: Revision
+    architecture: str = Field(min_length=1, max_length=128)
+    dtype: Dtype
+    geometry: Geometry
+    rope: RopeSpec
+    tokenizer: Sha256
+    """sha256 over (id, token) pairs and special ids; padding of the vocabulary excluded."""
+    chat_template: Sha256 | None
+    """sha256 of the chat template; shown, but not part of `digest` (it is text, not KV)."""
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of the identity, hex."""
+        value = self.model_dump(mode="json", exclude={"name", "chat_template"})
+        del value["rope"]["inverse_frequencies"]
+        return hashlib.sha256(canonical_json(value)).hexdigest()

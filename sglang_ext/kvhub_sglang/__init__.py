@@ -1,0 +1,1 @@
+"""SGLang extension: serve a switched conversation from the other model's cache."""
