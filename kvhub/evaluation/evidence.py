@@ -6,13 +6,16 @@ exists, and measuring again must not change the mapper's identity.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvhub.model.identity import Record, Sha256, canonical_json
 
 Arm = Literal["native", "source", "mapped", "empty", "wrong-document"]
+
+ALL = "all"
+"""The domain name that stands for every window together; no text may be called so."""
 
 
 class Score(Record):
@@ -29,6 +32,15 @@ class Score(Record):
     high: float
     n: int = Field(ge=0)
     """Positions scored (tokens), or rows for R2 and cosine."""
+
+
+class LayerScores(Record):
+    """One target layer over all windows: where a mapper is weak. No part of the gate."""
+
+    attention_cosine: list[float]
+    """Per query head."""
+    r2_key: float
+    r2_value: float
 
 
 class GateCheck(Record):
@@ -65,7 +77,16 @@ class Evidence(Record):
     injection_max_logit_error: float
     """Largest logit difference when the target's own cache is re-injected."""
     scores: list[Score]
+    layers: list[LayerScores] = Field(default_factory=list)
+    """Per target layer; empty when not measured."""
     verdict: Verdict
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        keys = [(score.metric, score.arm, score.domain) for score in self.scores]
+        if len(set(keys)) != len(keys):
+            raise ValueError("a score is given twice")
+        return self
 
     def to_bytes(self) -> bytes:
         """The bytes of `evidence.json`."""
