@@ -1,0 +1,105 @@
+"""Centred ridge regression with bias, one factorisation per target layer (arXiv 2608.03893, eq. 3-5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvhub.errors import KvhubError
+from kvhub.fit.moments import Moments
+from kvhub.model.identity import Geometry
+
+Convention = Literal["relative-mean-diagonal", "absolute-mean"]
+Support = Literal["full", "head-local"]
+
+
+@dataclass(frozen=True)
+class Regularization:
+    """lambda of (Gram + lambda I) W = cross, on summed, centred moments.
+
+    `relative-mean-diagonal`: value * mean(diag(Gram)), so that one value suits
+    keys and values of every scale. `absolute-mean`: value * rows, the paper's
+    lambda read per token (Gram / N + value * I).
+    """
+
+    value: float = 1e-3
+    convention: Convention = "relative-mean-diagonal"
+
+    def strength(self, gram: Tensor, rows: int) -> Tensor:
+        """lambda for each Gram of `gram` (`[..., a, a]`), shape `[...]`."""
+        diagonal = gram.diagonal(dim1=-2, dim2=-1)
+        if self.convention == "absolute-mean":
+            return torch.full(diagonal.shape[:-1], self.value * rows, dtype=gram.dtype, device=gram.device)
+        return self.value * diagonal.mean(-1)
+
+
+PAPER = Regularization(0.01, "absolute-mean")
+
+
+@dataclass(frozen=True)
+class Affine:
+    """`out = x @ weight + bias`, float64.
+
+    full: weight `[k * H_s * D_s, H_t * D_t]` (rows: selected layers ascending,
+    then head, then dimension); head-local: `[H, k * D_s, D_t]`, target head h
+    reading source head h. bias `[H_t, D_t]`.
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+
+def solve_layer(
+    moments: Moments,
+    source: Geometry,
+    target: Geometry,
+    target_layer: int,
+    source_layers: Sequence[int],
+    regularization: Regularization,
+    *,
+    support: Support = "full",
+) -> Affine:
+    """Fit one target layer's K or V from the selected source layers.
+
+    All heads share the Gram and its Cholesky factor (`full`); head-local solves
+    one small system per head, with lambda relative to that head's own Gram.
+    Errors: `KvhubError` where the regularised Gram is not positive definite.
+    """
+    inputs, outputs = _indices(source, target, target_layer, source_layers, support, moments.x.device)
+    gram = moments.centred_xx(inputs[..., :, None], inputs[..., None, :])
+    cross = moments.centred_xy(inputs[..., :, None], outputs[..., None, :])
+    strength = regularization.strength(gram, moments.n)
+    gram.diagonal(dim1=-2, dim2=-1).add_(strength[..., None])
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    if bool(failed.any()):
+        raise KvhubError(
+            f"the moments of target layer {target_layer} are not positive definite"
+            f" (lambda {regularization.value:g}, {moments.n} rows)",
+            "use a larger --lambda, or more text",
+        )
+    weight = torch.cholesky_solve(cross, factor)
+    mean = (moments.mean_x(inputs)[..., None, :] @ weight)[..., 0, :]
+    bias = (moments.mean_y(outputs) - mean).reshape(target.num_kv_heads, target.head_dim)
+    return Affine(weight, bias)
+
+
+def _indices(
+    source: Geometry,
+    target: Geometry,
+    target_layer: int,
+    source_layers: Sequence[int],
+    support: Support,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Moment indices of inputs `[..., a]` and outputs `[..., b]`; a leading head axis for head-local."""
+    layers = torch.tensor(list(source_layers), device=device)
+    inputs = layers[:, None] * source.features + torch.arange(source.features, device=device)
+    outputs = target_layer * target.features + torch.arange(target.features, device=device)
+    if support == "full":
+        return inputs.flatten(), outputs
+    heads = inputs.reshape(len(layers), source.num_kv_heads, source.head_dim)
+    return heads.transpose(0, 1).flatten(1), outputs.reshape(target.num_kv_heads, target.head_dim)
