@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Revision = Annotated[str, Field(pattern=r"^(commit:[0-9a-f]{40}|fingerprint:[0-9a-f]{64})$")]
@@ -69,6 +69,12 @@ class RopeSpec(Record):
     parameters: dict[str, float | int | str | bool | list[float] | list[int] | None]
     max_position: int = Field(ge=1)
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if 2 * len(self.inverse_frequencies) != self.rotary_dim:
+            raise ValueError("RoPE needs one inverse frequency for each rotated pair")
+        return self
+
 
 class ModelIdentity(Record):
     """Everything that must be equal for KV rows to mean the same thing.
@@ -86,6 +92,12 @@ class ModelIdentity(Record):
     """sha256 over (id, token) pairs and special ids; padding of the vocabulary excluded."""
     chat_template: Sha256 | None
     """sha256 of the chat template; shown, but not part of `digest` (it is text, not KV)."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.rope.rotary_dim > self.geometry.head_dim:
+            raise ValueError("RoPE cannot be wider than a head")
+        return self
 
     @cached_property
     def digest(self) -> str:

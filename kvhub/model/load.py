@@ -1,0 +1,64 @@
+"""Load a model, its tokenizer and its identity in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvhub.errors import BadInput, Corrupt
+from kvhub.model.config import read_config
+from kvhub.model.identify import identify
+from kvhub.model.identity import ModelIdentity
+from kvhub.model.resolve import resolve
+from kvhub.model.tokenizer import load_tokenizer
+
+__all__ = ["LoadedModel", "load_model", "resolve"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A transformers causal LM in evaluation mode, and what it is."""
+
+    model: Any
+    tokenizer: Any
+    identity: ModelIdentity
+    path: Path
+
+
+def load_model(
+    ref: str | Path, dtype: torch.dtype | None = None, *, device: torch.device | str = "cpu"
+) -> LoadedModel:
+    """Load `ref` (a directory or `org/name[@revision]`) with SDPA attention.
+
+    dtype: None keeps the config's own. Errors: those of `resolve` and `identify`; `Corrupt` where the
+    weights cannot be read.
+    """
+    path = resolve(str(ref))
+    read_config(path)  # refuse by name before gigabytes are read
+    tokenizer = load_tokenizer(path)
+    model = _weights(path, dtype).to(device).eval().requires_grad_(False)
+    found = str(model.dtype).removeprefix("torch.")
+    identity = identify(path, dtype=found, model=model, tokenizer=tokenizer)
+    return LoadedModel(model, tokenizer, identity, path)
+
+
+def _weights(path: Path, dtype: torch.dtype | None) -> Any:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype="auto" if dtype is None else dtype,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except SafetensorError as error:
+        raise Corrupt(f"{path}: the weights cannot be read: {error}", "download the model again") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{path} cannot be loaded: {reason[:200]}") from error

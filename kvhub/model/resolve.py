@@ -1,0 +1,81 @@
+"""From what a user types to a model directory: a path, or `org/name[@revision]` on the Hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvhub.errors import AccessDenied, BadInput, KvhubError, NotFound, Unreachable
+
+_REPOSITORY = re.compile(r"^[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}$")
+_REVISION = re.compile(r"^[A-Za-z0-9][\w./-]{0,254}$")
+_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+
+
+def resolve(ref: str, *, revision: str | None = None) -> Path:
+    """The directory of a model: `ref` itself, or the Hub snapshot of `org/name[@revision]`.
+
+    An existing directory always wins. Errors: `BadInput`, `NotFound`, `AccessDenied`, `Unreachable`.
+    """
+    local = Path(ref).expanduser()
+    if local.is_dir():
+        if revision is not None:
+            raise BadInput(f"{ref} is a directory and has no revision")
+        return local.absolute()
+    if local.is_file():
+        raise BadInput(f"{ref} is a file", "give the directory that holds config.json and the weights")
+    repository, separator, tag = ref.partition("@")
+    revision = tag if separator else revision
+    if not _REPOSITORY.match(repository):
+        raise NotFound(
+            f"no such model directory: {ref}", "give a directory, or a Hub id as org/name[@revision]"
+        )
+    if revision is not None and not _REVISION.match(revision):
+        raise BadInput(f"{revision!r} is not a revision")
+    return _download(repository, revision)
+
+
+def _download(repository: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=_PATTERNS))
+    except HFValidationError:
+        raise NotFound(f"no such model: {repository}") from None
+    except LocalEntryNotFoundError:
+        raise Unreachable(
+            f"cannot reach the Hub for {repository}, and it is not in the local cache",
+            "check the network, or give a local directory",
+        ) from None
+    except Exception as error:
+        raise _explained(error, repository, revision) from error
+
+
+def _explained(error: Exception, repository: str, revision: str | None) -> KvhubError:
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    hint = "log in with `hf auth login` and accept the model's terms on its page"
+    if isinstance(error, GatedRepoError):
+        return AccessDenied(f"{repository} is gated", hint)
+    if isinstance(error, RevisionNotFoundError):
+        return NotFound(f"{repository} has no revision {revision!r}")
+    if isinstance(error, RepositoryNotFoundError):
+        return NotFound(f"no such model: {repository} (neither a directory nor a Hub repository)", hint)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403):
+        return AccessDenied(f"the Hub refuses {repository} ({status})", hint)
+    if status == 404:
+        return NotFound(f"{repository} is not on the Hub")
+    if status is not None:
+        return Unreachable(f"the Hub answered {status} for {repository}", "try again later")
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+        return KvhubError(
+            f"cannot store {repository}: {error.strerror}", "free some disk space, or set HF_HOME"
+        )
+    # The client's transport (httpx in one major version, httpx2 in the next) has its own exceptions.
+    return Unreachable(f"cannot reach the Hub for {repository}: {type(error).__name__}", "check the network")

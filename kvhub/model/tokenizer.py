@@ -1,0 +1,46 @@
+"""The identity of a tokenizer: which token every id stands for."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from kvhub.errors import BadInput
+from kvhub.model.identity import canonical_json
+
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The transformers tokenizer in `path`, from files alone. Errors: `BadInput`."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise many kinds for a bad file
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{path} has no usable tokenizer: {reason[:160]}") from error
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """sha256 over every (id, token) in order of id, added tokens included, and the special ids.
+
+    What pads the embedding beyond the vocabulary has no token and takes no part.
+    """
+    vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    special = {name: getattr(tokenizer, name, None) for name in SPECIAL}
+    hasher = hashlib.sha256(canonical_json(special))
+    for index, token in vocabulary:
+        encoded = token.encode("utf-8", "surrogatepass")
+        hasher.update(b"%d:%d:" % (index, len(encoded)) + encoded)
+    return hasher.hexdigest()
+
+
+def chat_template_digest(tokenizer: Any) -> str | None:
+    """sha256 of the chat template (of all named ones, where it has several), or None."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return None
+    text = template.encode() if isinstance(template, str) else canonical_json(template)
+    return hashlib.sha256(text).hexdigest()

@@ -1,0 +1,67 @@
+"""JSON that somebody else may have written: bounded, no duplicate keys, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from kvhub.errors import AccessDenied, Corrupt, NotFound
+
+
+def read_bounded(path: Path, *, limit: int, follow_symlinks: bool = False) -> bytes:
+    """The bytes of a regular file of at most `limit` bytes.
+
+    Errors: `NotFound`; `Corrupt` for a symlink, a device or pipe, or a larger file; `AccessDenied`.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_symlinks else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        raise NotFound(f"{path} does not exist") from None
+    except PermissionError:
+        raise AccessDenied(f"{path} may not be read") from None
+    except OSError as error:  # ELOOP: a symlink; ENXIO: a socket
+        raise Corrupt(f"{path} is not a regular file ({error.strerror})") from None
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor, not a path
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Corrupt(f"{path} is not a regular file")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise Corrupt(f"{path} is larger than {limit} bytes")
+    return data
+
+
+def parse_object(data: bytes, what: str) -> dict[str, Any]:
+    """The JSON object in `data`; `what` names it in errors (`Corrupt`)."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except _Duplicate as error:
+        raise Corrupt(f"{what}: key {error.key!r} appears twice") from None
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else "not valid JSON"
+        raise Corrupt(f"{what}: {reason}") from None
+    if not isinstance(value, dict):
+        raise Corrupt(f"{what}: not a JSON object")
+    return value
+
+
+class _Duplicate(Exception):
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key[:64]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise _Duplicate(key)
+        result[key] = value
+    return result
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
