@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # the two packages that live here.
 key     = $(shell cat $(1) | cksum | cut -d' ' -f1)
 LOCKED := $(VENV)/.locked-$(call key,requirements/*.lock)
-READY  := $(VENV)/.ready-$(call key,requirements/*.lock pyproject.toml $(shell find packaging/sglang_cpu -name '*.py' -o -name '*.toml'))
+READY  := $(VENV)/.ready-$(call key,requirements/*.lock pyproject.toml $(sort $(shell find packaging/sglang_cpu -name '*.py' -o -name '*.toml')))
 
 # Small models on few cores: spinning OpenMP threads cost more than they compute.
 export OMP_NUM_THREADS ?= 1
@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 
 env: $(READY)
 
-$(LOCKED): 
+$(LOCKED):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvhub needs Python 3.11 or newer: " + sys.executable + " is " + sys.version.split()[0] + " (try: make PYTHON=python3.12 env)")'
 	@echo "making $(VENV) (about two minutes, 3 GB)"
 	$(PYTHON) -m venv --clear $(VENV)

@@ -20,9 +20,7 @@ from torch import Tensor
 __version__ = "0.0.0+kvhub.cpu"
 
 
-def copy_all_layer_kv_cache_cpu(
-    data_ptrs: Tensor, strides: Tensor, tgt_loc: Tensor, src_loc: Tensor
-) -> None:
+def copy_all_layer_kv_cache_cpu(data_ptrs: Tensor, strides: Tensor, tgt_loc: Tensor, src_loc: Tensor) -> None:
     """Move rows `src_loc` to `tgt_loc` in each buffer (addresses, and bytes a row).
 
     All rows are read before one is written, as the two sets may overlap.

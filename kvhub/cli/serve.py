@@ -1,0 +1,173 @@
+"""`kvhub serve`: start an SGLang server that shares and reuses KV caches."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvhub.errors import BadInput
+
+if TYPE_CHECKING:
+    from kvhub.model.identity import ModelIdentity
+    from kvhub_registry.records import MapperRow
+
+
+@click.command()
+@click.argument("model")
+@click.option("--reuse-from", "sources", metavar="SOURCE", multiple=True, help="Map from this model's cache.")
+@click.option("--mapper", "references", metavar="MAPPER", multiple=True, help="Use exactly this mapper.")
+@click.option("--exchange", type=click.Path(path_type=Path), help="Directory shared by the servers.")
+@click.option("--exchange-gib", type=click.FloatRange(min=0.001), default=4.0, show_default=True)
+@click.option("--max-hops", type=click.IntRange(1, 8), default=1, show_default=True, help="Mappers in a row.")
+@click.option("--min-span", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens to save.")
+@click.option(
+    "--reuse",
+    type=click.Choice(["asked", "hinted", "always", "off"]),
+    default="asked",
+    show_default=True,
+    help="Which requests may be answered from mapped rows.",
+)
+@click.option("--allow-draft", is_flag=True, help="Serve mappers that have not passed the gate.")
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=click.IntRange(1, 65535), default=30000, show_default=True)
+@click.option("--dry-run", is_flag=True, help="Print the command and stop.")
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- SGLANG_FLAGS...]")
+def command(
+    model: str,
+    sources: tuple[str, ...],
+    references: tuple[str, ...],
+    exchange: Path | None,
+    exchange_gib: float,
+    max_hops: int,
+    min_span: int,
+    reuse: str,
+    allow_draft: bool,
+    host: str,
+    port: int,
+    dry_run: bool,
+    flags: tuple[str, ...],
+) -> None:
+    """Start SGLang serving MODEL (a directory or a Hub id), with kvhub in it.
+
+    Its finished blocks go to the exchange; with --reuse-from or --mapper it also
+    maps other models' blocks. Everything after -- goes to SGLang.
+    """
+    from kvhub.model.config import read_config
+    from kvhub.model.identify import identify
+    from kvhub.model.resolve import resolve
+    from kvhub.serving import launch
+    from kvhub.settings import Settings
+
+    launch.require_sglang()
+    given, rest = launch.take_dtype(flags)
+    path = resolve(model)
+    described = read_config(path)
+    rows = [*_named(references), *_between(sources, path)]
+    dtype = given or _dtype(rows, path, described.raw)
+    # A directory's name says nothing on its own; the Hub id is found by identify.
+    identity = identify(path, dtype=dtype)
+    mappers = _choose(rows, identity, allow_draft)
+    home = Settings.load().home
+    content = launch.settings(
+        path,
+        mappers,
+        exchange=(exchange or _default_exchange(home)).expanduser().absolute(),
+        exchange_max_bytes=int(exchange_gib * 2**30),
+        max_hops=max_hops,
+        min_span=min_span,
+        reuse=reuse,
+        allow_draft=allow_draft,
+    )
+    file = home / "serving" / f"{port}.json"
+    plan = launch.launch(
+        path,
+        file,
+        dtype=dtype,
+        host=host,
+        port=port,
+        architectures=[described.architecture.name],
+        flags=rest,
+    )
+    for row in mappers:
+        click.echo(f"mapper {row.digest[:12]} {row.source.name} -> {row.target.name} ({row.state})", err=True)
+    click.echo(f"KVHUB_SERVING={shlex.quote(str(file))} {shlex.join(plan.argv)}", err=True)
+    if dry_run:
+        return
+    launch.write_settings(file, content)
+    os.execve(plan.argv[0], plan.argv, plan.environment)
+
+
+def _named(references: tuple[str, ...]) -> list[tuple[str, list[MapperRow]]]:
+    from kvhub.catalog import find
+
+    return [(reference, [find(reference)]) for reference in references]
+
+
+def _between(sources: tuple[str, ...], target: Path) -> list[tuple[str, list[MapperRow]]]:
+    """For each source, the registered mappers from it to a model with the weights in `target`."""
+    from kvhub.catalog import open_registry
+    from kvhub.model.fingerprint import hub_snapshot, weights_revision
+
+    if not sources:
+        return []
+    revision = weights_revision(target)
+    snapshot = hub_snapshot(target)
+    name = snapshot[0] if snapshot else target.name
+    found = []
+    with open_registry() as registry:
+        for source in sources:
+            if Path(source).expanduser().is_dir():
+                wanted = weights_revision(Path(source).expanduser().absolute())
+                rows = [row for row in registry.list() if row.source.revision == wanted]
+            else:
+                label, _, commit = source.partition("@")
+                rows = registry.list(source=label)
+                if commit:
+                    rows = [row for row in rows if row.source.revision.startswith(f"commit:{commit}")]
+            here = [row for row in rows if row.target.revision == revision]
+            # Another revision of the same model: kept, so that the refusal can name it.
+            found.append((source, here or [row for row in rows if row.target.name == name]))
+    return found
+
+
+def _choose(
+    rows: list[tuple[str, list[MapperRow]]], identity: ModelIdentity, allow_draft: bool
+) -> list[MapperRow]:
+    from kvhub.serving.select import usable
+
+    chosen: dict[str, MapperRow] = {}
+    for what, candidates in rows:
+        row = usable(candidates, identity, what=what, allow_draft=allow_draft)
+        if (
+            row.source.digest in {other.source.digest for other in chosen.values()}
+            and row.digest not in chosen
+        ):
+            raise BadInput(f"two mappers from {row.source.name}", "name one of them with --mapper")
+        chosen[row.digest] = row
+    return list(chosen.values())
+
+
+def _dtype(rows: list[tuple[str, list[MapperRow]]], path: Path, config: dict[str, object]) -> str:
+    """What the mappers were fitted for; else float32 on a CPU, else what the config says."""
+    from kvhub.model.fingerprint import weights_revision
+    from kvhub.serving import cpu
+
+    revision = weights_revision(path)
+    for _, candidates in rows:
+        for row in candidates:
+            if row.target.revision == revision:
+                return row.target.dtype
+    if cpu.wanted():
+        return "float32"
+    named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return named if named in ("float16", "bfloat16", "float32") else "bfloat16"
+
+
+def _default_exchange(home: Path) -> Path:
+    """Memory where there is a tmpfs, else the data directory; the same for all servers of a user."""
+    shared = Path("/dev/shm")
+    return shared / f"kvhub-{os.getuid()}" if shared.is_dir() else home / "exchange"

@@ -1,0 +1,1 @@
+"""Starting an SGLang server with kvhub in it; imports nothing of SGLang."""

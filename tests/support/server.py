@@ -1,0 +1,160 @@
+"""A real SGLang server in a process group of its own, for tests, demo and benchmarks.
+
+    with sglang_server(MODELS / "small", flags=["--page-size", "16"]) as server:
+        answer = server.generate("Once upon a time", max_new_tokens=8)
+
+On a machine without a GPU it runs on SGLang's CPU engine, in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvhub.serving import cpu
+
+START_SECONDS = 240.0
+STOP_SECONDS = 30.0
+
+
+class ServerDied(RuntimeError):
+    """The server ended, or did not get ready in time; the message ends with its log."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server. `url` without a slash at the end; `log` grows while it runs."""
+
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def generate(
+        self, prompt: str | Sequence[int], max_new_tokens: int = 16, **fields: Any
+    ) -> dict[str, Any]:
+        """Greedy completion by `/generate`: the response's JSON (`output_ids`, `text`, `meta_info`).
+
+        prompt: text, or token ids. fields: further fields of the request (`extra_key`, `kv_hints`, ...);
+        `sampling_params` is merged with the greedy ones.
+        """
+        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+        sampling.update(fields.pop("sampling_params", {}))
+        text = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+        answer: dict[str, Any] = self.post("/generate", {**text, "sampling_params": sampling, **fields})
+        return answer
+
+    def post(self, path: str, body: Mapping[str, Any], *, timeout: float = 120) -> Any:
+        """POST JSON, return JSON. An HTTP error is a `RuntimeError` with the body's text."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{path}: {error.code}: {error.read().decode(errors='replace')}") from None
+
+    def get(self, path: str, *, timeout: float = 60) -> str:
+        """GET, return the body as text (`/metrics`, `/health_generate`, ...)."""
+        with urllib.request.urlopen(self.url + path, timeout=timeout) as response:
+            return str(response.read().decode())
+
+    def log_tail(self, characters: int = 3000) -> str:
+        """The end of the server's log."""
+        return self.log.read_text(errors="replace")[-characters:]
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def server_environment(model_path: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment with what the CPU engine needs, then `extra`."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    if cpu.wanted():
+        architectures = json.loads((Path(model_path) / "config.json").read_text())["architectures"]
+        environment.update(cpu.variables(architectures))
+    return {**environment, **(extra or {})}
+
+
+@contextlib.contextmanager
+def sglang_server(
+    model_path: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    flags: Sequence[str] = (),
+    port: int | None = None,
+    dtype: str = "float32",
+    log: Path | None = None,
+) -> Iterator[Server]:
+    """Start `python -m sglang.launch_server`, yield it when it answers, stop it at the end."""
+    port = port or free_port()
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, *flags]
+    if cpu.wanted():
+        command += cpu.flags(flags)
+    with running(command, server_environment(model_path, env), port=port, log=log) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str], environment: Mapping[str, str], *, port: int, log: Path | None = None
+) -> Iterator[Server]:
+    """Run any command that ends up as an SGLang server on `port` (such as `kvhub serve`)."""
+    with contextlib.ExitStack() as stack:
+        if log is None:
+            log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-"))) / "server.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        stack.callback(_stop, process)
+        server = Server(f"http://127.0.0.1:{port}", log, process)
+        _wait(server)
+        yield server
+
+
+def _wait(server: Server) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise ServerDied(f"exit code {server.process.returncode}; its log ends:\n{server.log_tail()}")
+        try:
+            server.get("/health_generate", timeout=30)
+            return
+        except OSError:
+            time.sleep(0.3)
+    raise ServerDied(f"not ready after {START_SECONDS:.0f} s; its log ends:\n{server.log_tail()}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to the main process, which ends its children; whatever is left of the group is killed."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_SECONDS)
+    # The group outlives its leader while a member lives.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
