@@ -1,0 +1,1 @@
+"""Migrations of the registry; they run on open (`kvhub_registry.schema`)."""

@@ -1,0 +1,216 @@
+"""`Registry`: what a program asks of it. Plain records in, plain records out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Self
+
+from sqlalchemy import Engine, delete
+from sqlmodel import Session, col, select
+
+from kvhub_registry import queries, schema
+from kvhub_registry.connect import make_engine, parse, reading, writing
+from kvhub_registry.errors import Ambiguous, BadAddress, NotRegistered
+from kvhub_registry.names import is_digest_prefix, slug, split_pair
+from kvhub_registry.records import HubLocation, MapperRecord, MapperRow, ModelRecord, ScoreRecord, State
+from kvhub_registry.tables import (
+    AliasTable,
+    ArtifactTable,
+    CalibrationTable,
+    LocationTable,
+    MapperTable,
+    ModelTable,
+    ScoreTable,
+)
+
+SHORT = 12
+"""Digits of a digest shown to people."""
+
+
+class Registry:
+    """The registry at one database. Safe between processes; every method is one transaction.
+
+    Threads may share it. A process that forks opens its own.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @classmethod
+    def open(cls, url: str, *, read_only: bool = False) -> Self:
+        """Open the registry at `url`, creating or upgrading its tables where they are behind.
+
+        read_only: never writes (a serving process); a missing or older database
+        is `NotRegistered`. Errors: `BadAddress`, `Denied`, `Damaged`, `TooNew`,
+        `Unavailable`.
+        """
+        engine = make_engine(parse(url), read_only=read_only)
+        try:
+            schema.ensure(engine, read_only=read_only)
+        except BaseException:
+            engine.dispose()
+            raise
+        return cls(engine)
+
+    def close(self) -> None:
+        """Give connections back."""
+        self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # reading
+
+    def list(
+        self,
+        *,
+        source: str | None = None,
+        target: str | None = None,
+        family: str | None = None,
+        state: State | str | None = None,
+    ) -> list[MapperRow]:
+        """Mappers that pass every filter; a model is its full name or last component, any case."""
+        wanted = State(state) if state is not None else None
+        with reading(self._engine) as session:
+            return queries.rows(session, source=source, target=target, family=family, state=wanted)
+
+    def get(self, ref: str) -> MapperRow:
+        """The one mapper that `ref` means: digest, its first six digits or more, alias, `source->target`.
+
+        Raises `NotRegistered` or `Ambiguous` (whose hint lists the candidates).
+        """
+        with reading(self._engine) as session:
+            found = queries.resolve(session, ref.strip())
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            shape = is_digest_prefix(ref) or split_pair(ref)
+            forms = (
+                "" if shape else "; a mapper is a digest (six digits at least), an alias or 'source->target'"
+            )
+            raise NotRegistered(f"no mapper {ref!r}{forms}", "kvhub list shows what is registered")
+        shown = ", ".join(f"{row.digest[:SHORT]} ({row.state}, {row.created:%Y-%m-%d})" for row in found[:8])
+        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+        raise Ambiguous(
+            f"{ref!r} fits {len(found)} mappers",
+            f"give more of a digest: {shown}{more}",
+            tuple(row.digest for row in found),
+        )
+
+    # writing
+
+    def register(self, record: MapperRecord) -> MapperRow:
+        """Write a mapper as a draft: model, calibration set, mapper and artifact in one transaction.
+
+        The same digest again moves its path and keeps its state and scores: the
+        bytes are the same.
+        """
+        with writing(self._engine) as session:
+            for model in (record.source, record.target):
+                _add_model(session, model)
+            given = record.calibration
+            if session.get(CalibrationTable, given.digest) is None:
+                session.add(CalibrationTable(**given.model_dump(exclude={"rows"})))
+            session.flush()
+            if session.get(MapperTable, record.digest) is None:
+                session.add(_mapper(record))
+                session.flush()
+            artifact = session.get(ArtifactTable, record.digest)
+            if artifact is None:
+                artifact = ArtifactTable(
+                    mapper_digest=record.digest,
+                    path=record.path,
+                    size=record.size,
+                    state=State.DRAFT.value,
+                    state_reason="not evaluated",
+                    changed=datetime.now(UTC),
+                )
+            artifact.path, artifact.size = record.path, record.size
+            session.add(artifact)
+            session.flush()
+            return queries.rows(session, digests=[record.digest])[0]
+
+    def set_state(self, digest: str, state: State | str, why: str) -> None:
+        """Change a mapper's state; `why` is shown beside it. Raises `NotRegistered`."""
+        with writing(self._engine) as session:
+            artifact = _artifact(session, digest)
+            artifact.state, artifact.state_reason = State(state).value, why
+            artifact.changed = datetime.now(UTC)
+            session.add(artifact)
+
+    def add_scores(self, digest: str, scores: Iterable[ScoreRecord]) -> None:
+        """Replace a mapper's scores by those of its newest evaluation. Raises `NotRegistered`."""
+        with writing(self._engine) as session:
+            _artifact(session, digest)
+            session.execute(delete(ScoreTable).where(col(ScoreTable.mapper_digest) == digest))
+            session.add_all(ScoreTable(mapper_digest=digest, **score.model_dump()) for score in scores)
+
+    def add_location(self, digest: str, location: HubLocation) -> None:
+        """Note where an artifact was pushed to or pulled from. Raises `NotRegistered`."""
+        with writing(self._engine) as session:
+            _artifact(session, digest)
+            row = LocationTable(mapper_digest=digest, **location.model_dump())
+            same = (
+                select(LocationTable.id)
+                .where(col(LocationTable.mapper_digest) == digest)
+                .where(col(LocationTable.repo_id) == row.repo_id)
+                .where(col(LocationTable.commit) == row.commit)
+                .where(col(LocationTable.pushed) == row.pushed)
+            )
+            if session.exec(same).first() is None:
+                session.add(row)
+
+    def set_alias(self, name: str, digest: str) -> None:
+        """Point `name` at a mapper, moving it where it exists. Raises `NotRegistered`, `BadAddress`."""
+        if not name or is_digest_prefix(name) or split_pair(name) or name != name.strip():
+            raise BadAddress(f"{name!r} cannot be an alias", "it reads as a digest or as a pair")
+        with writing(self._engine) as session:
+            _artifact(session, digest)
+            session.merge(AliasTable(name=name, mapper_digest=digest))
+
+    def remove(self, digest: str) -> MapperRow:
+        """Forget a mapper with its scores, places and aliases; returns what was there.
+
+        Models and calibration sets that nothing points at any more go too.
+        Raises `NotRegistered`. Files are not touched.
+        """
+        with writing(self._engine) as session:
+            _artifact(session, digest)
+            row = queries.rows(session, digests=[digest])[0]
+            session.execute(delete(MapperTable).where(col(MapperTable.digest) == digest))
+            session.flush()
+            session.expire_all()
+            for orphan in queries.unreferenced(session):
+                session.delete(orphan)
+            return row
+
+
+def _artifact(session: Session, digest: str) -> ArtifactTable:
+    artifact = session.get(ArtifactTable, digest)
+    if artifact is None:
+        raise NotRegistered(f"no mapper {digest[:SHORT]!r}", "kvhub list shows what is registered")
+    return artifact
+
+
+def _add_model(session: Session, model: ModelRecord) -> None:
+    if session.get(ModelTable, model.digest) is None:
+        session.add(ModelTable(**model.model_dump(exclude={"name"})))
+
+
+def _mapper(record: MapperRecord) -> MapperTable:
+    flat = record.model_dump(exclude={"source", "target", "calibration", "path", "size"})
+    return MapperTable(
+        source_digest=record.source.digest,
+        source_name=record.source.name,
+        source_slug=slug(record.source.name),
+        target_digest=record.target.digest,
+        target_name=record.target.name,
+        target_slug=slug(record.target.name),
+        calibration_digest=record.calibration.digest,
+        calibration_rows=record.calibration.rows,
+        **flat,
+    )
