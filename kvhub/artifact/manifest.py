@@ -69,6 +69,7 @@ class Manifest(Record):
     exact_prefix: int = Field(ge=0, le=65536)
     """Positions left out of the fit, which the target must hold natively."""
     weights_dtype: Literal["float32", "bfloat16"]
+    """Of the weights; biases are always float32 (they are few, and may be a hundred times a row's spread)."""
     calibration: Calibration
     fit_scores: FitScores
     created: str

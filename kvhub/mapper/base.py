@@ -9,17 +9,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvhub.model.rope import rotary_table
-from kvhub_kernels.rotary import strip_rope
+from kvhub_kernels.rotary import RotaryTable, strip_rope
 
 if TYPE_CHECKING:
+    from transformers import DynamicCache
+
     from kvhub.artifact.manifest import Manifest
-    from kvhub.model.identity import RopeSpec
+    from kvhub.model.identity import ModelIdentity, RopeSpec
+    from kvhub.model.load import LoadedModel
 
 
 class SourceRows:
@@ -38,17 +41,33 @@ class SourceRows:
         self._keys = keys
         self._values = values
         self.positions = positions
-        self._table = rotary_table(rope, positions.to(keys[0].device))
-        self._content: dict[int, Tensor] = {}
+        self._rope = rope
+        self._tables: list[tuple[RopeSpec, RotaryTable]] = []
+        self._content: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def __len__(self) -> int:
         return int(self.positions.shape[0])
 
-    def content_keys(self, layer: int) -> Tensor:
-        """Keys of `layer` with RoPE removed, `[tokens, num_kv_heads, head_dim]`."""
-        if layer not in self._content:
-            self._content[layer] = strip_rope(self._keys[layer], self._table)
-        return self._content[layer]
+    def table(self, rope: RopeSpec) -> RotaryTable:
+        """cos and sin of `rope` at these positions, computed once for all layers."""
+        for known, table in self._tables:
+            if known is rope:
+                return table
+        table = rotary_table(rope, self.positions.to(self._keys[0].device))
+        self._tables.append((rope, table))
+        return table
+
+    def content_keys(self, layer: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Keys of `layer` with RoPE removed, `[tokens, num_kv_heads, head_dim]`.
+
+        The rotation is computed in float32 and rounded once, to `dtype` (None: the keys' own).
+        """
+        keys = self._keys[layer]
+        wanted = dtype or keys.dtype
+        if (layer, wanted) not in self._content:
+            precise = strip_rope(keys.to(torch.float32), self.table(self._rope))
+            self._content[layer, wanted] = precise.to(wanted)
+        return self._content[layer, wanted]
 
     def values(self, layer: int) -> Tensor:
         """Values of `layer`, `[tokens, num_kv_heads, head_dim]`."""
@@ -60,6 +79,9 @@ class Mapper(ABC):
 
     Immutable once loaded; safe to share between threads.
     """
+
+    device: torch.device = torch.device("cpu")
+    """Where `map_layer` computes."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -76,6 +98,33 @@ class Mapper(ABC):
     @abstractmethod
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Mapper:
         """A copy of this mapper on `device` computing in `dtype`."""
+
+    def map(
+        self,
+        source_cache: Any,
+        *,
+        source: LoadedModel | ModelIdentity,
+        target: LoadedModel | ModelIdentity,
+        native: Any = None,
+        positions: Tensor | None = None,
+    ) -> DynamicCache:
+        """The target's cache for the tokens that `source_cache` holds, for use with transformers.
+
+        source_cache: a transformers cache of the source, `[batch, num_kv_heads, tokens, head_dim]` per
+            layer; batch 1, or several sequences of equal length without padding.
+        source, target: the live pair; it must be the very one that the mapper was fitted on.
+        native: a cache that the target itself computed for the first tokens; its rows replace the
+            mapped ones. It must cover `manifest.exact_prefix` tokens where that is not 0.
+        positions: `[tokens]` int64, default `arange(tokens)`.
+
+        Returns a `DynamicCache` in the target's dtype, on the device of `source_cache`. The target must
+        still run at least the last token of the prompt itself, so leave that one out.
+        Errors: `Incompatible` with code `source_identity`, `target_identity` or `geometry`; `BadInput`
+        for an empty cache, NaN or infinity, wrong positions or a missing exact prefix.
+        """
+        from kvhub.mapper.apply import map_cache
+
+        return map_cache(self, source_cache, source, target, native, positions)
 
     @classmethod
     def from_pretrained(cls, path_or_repo: str | Path, *, revision: str | None = None) -> Mapper:

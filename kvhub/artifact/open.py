@@ -1,0 +1,71 @@
+"""Open the tensors of an artifact, headers checked before anything is mapped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvhub.artifact.listing import weight_shards
+from kvhub.artifact.manifest import Manifest
+from kvhub.artifact.tensors import Shape, expected_tensors
+from kvhub.errors import Corrupt
+from kvhub.model.headers import read_header
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_STORED = {"float32": "F32", "bfloat16": "BF16"}
+
+
+def open_tensors(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """Every tensor by name, on the CPU in `manifest.weights_dtype`, in memory of its own.
+
+    Exactly `expected_tensors(manifest)` must be there, each once, with its shape and dtype and
+    finite values. Errors: `Corrupt`, `NotFound`, `AccessDenied`.
+    """
+    expected = expected_tensors(manifest)
+    places: dict[str, str] = {}
+    for file in weight_shards(manifest):
+        if (directory / file).is_symlink():
+            raise Corrupt(f"{file} is a symlink")
+        for name in _checked_names(directory / file, expected, manifest.weights_dtype):
+            if name in places:
+                raise Corrupt(f"tensor {name!r} is in two files")
+            places[name] = file
+    if missing := expected.keys() - places.keys():
+        raise Corrupt(f"tensor {min(missing)!r} is missing")
+    tensors: dict[str, Tensor] = {}
+    for file in weight_shards(manifest):
+        names = [name for name, place in places.items() if place == file]
+        tensors |= _read(directory / file, names)
+    return {name: tensors[name] for name in expected}
+
+
+def _checked_names(path: Path, expected: dict[str, Shape], dtype: str) -> list[str]:
+    header = read_header(path)
+    for name, tensor in header.items():
+        if name not in expected:
+            raise Corrupt(f"{path.name}: tensor {name[:80]!r} does not belong to the mapper")
+        if tensor.shape != expected[name]:
+            raise Corrupt(f"{path.name}: {name!r} is {list(tensor.shape)}, not {list(expected[name])}")
+        if tensor.dtype != _STORED[dtype]:
+            raise Corrupt(f"{path.name}: {name!r} is {tensor.dtype[:16]}, the manifest says {dtype}")
+    return list(header)
+
+
+def _read(path: Path, names: list[str]) -> dict[str, Tensor]:
+    import torch  # here, because listing and verifying must not load it
+    from safetensors import SafetensorError, safe_open
+
+    tensors = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                # A copy: a file truncated under a mapping would end the process (SIGBUS).
+                tensors[name] = file.get_tensor(name).clone()
+    except (SafetensorError, OSError) as error:
+        raise Corrupt(f"{path.name} cannot be read: {str(error)[:160]}") from None
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise Corrupt(f"{path.name}: {name!r} has NaN or infinite values")
+    return tensors

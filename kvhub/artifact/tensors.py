@@ -1,0 +1,56 @@
+"""Which tensors a mapper of each family has, computed from its manifest alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from kvhub.artifact.manifest import Manifest
+from kvhub.errors import Corrupt, Incompatible
+
+Shape = tuple[int, ...]
+
+
+def expected_tensors(manifest: Manifest) -> dict[str, Shape]:
+    """Name and shape of every tensor, in order of target layer; `out = x @ weight + bias`.
+
+    `full`: `layers.{t}.{k,v}.weight` `[k * H_s * D_s, H_t * D_t]`, rows ordered by selected source
+    layer (ascending), head, dimension. `head-local`: `[H_t, k * D_s, D_t]`, target head h reading
+    source head h. Both: `layers.{t}.{k,v}.bias` `[H_t, D_t]`.
+    Errors: `Incompatible(code="family")` for a family that this version does not know, `Corrupt`.
+    """
+    shapes = FAMILIES.get(manifest.family)
+    if shapes is None:
+        known = ", ".join(sorted(FAMILIES))
+        raise Incompatible(
+            f"mappers of family {manifest.family!r} are not known to this version of kvhub",
+            f"upgrade kvhub; known: {known}",
+            code="family",
+        )
+    return shapes(manifest)
+
+
+def tensor_bytes(manifest: Manifest) -> int:
+    """Bytes that all tensors together take, by geometry."""
+    itemsize = 2 if manifest.weights_dtype == "bfloat16" else 4
+    return itemsize * sum(math.prod(shape) for shape in expected_tensors(manifest).values())
+
+
+def _ridge(manifest: Manifest) -> dict[str, Shape]:
+    source, target = manifest.source.geometry, manifest.target.geometry
+    if manifest.support == "head-local":
+        if source.num_kv_heads != target.num_kv_heads:
+            raise Corrupt("a head-local mapper needs as many source heads as target heads")
+        weight: Shape = (target.num_kv_heads, manifest.k * source.head_dim, target.head_dim)
+    else:
+        weight = (manifest.k * source.features, target.features)
+    bias = (target.num_kv_heads, target.head_dim)
+    return {
+        f"layers.{layer}.{side}.{part}": shape
+        for layer in range(target.num_layers)
+        for side in ("k", "v")
+        for part, shape in (("weight", weight), ("bias", bias))
+    }
+
+
+FAMILIES: dict[str, Callable[[Manifest], dict[str, Shape]]] = {"ridge": _ridge}
