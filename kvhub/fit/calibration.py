@@ -35,7 +35,7 @@ class CalibrationSet:
     fit: Tensor
     held_out: Tensor
     dataset: str
-    """Names of the text files and the sha256 of their documents, for people."""
+    """For people: names of the text files, each with the head of a sha256 over its calibration side."""
 
     def describe(self, stride: int, exact_prefix: int) -> Calibration:
         """What the manifest records."""
@@ -53,7 +53,7 @@ class CalibrationSet:
 
 
 def row_positions(length: int, stride: int, exact_prefix: int) -> range:
-    """Positions of a window that enter the moments: every `stride`-th from 0, without the first `exact_prefix`."""
+    """Positions that enter the moments: every `stride`-th from 0, without the first `exact_prefix`."""
     first = -(-exact_prefix // stride) * stride
     return range(first, length, stride)
 
@@ -74,27 +74,26 @@ def load_corpora(paths: Sequence[Path], *, seed: int = 0) -> list[Corpus]:
 
 
 def calibration_set(
-    paths: Sequence[Path], tokenizer: Any, *, sequences: int, length: int, seed: int = 0
+    corpora: Sequence[Corpus], tokenizer: Any, *, sequences: int, length: int
 ) -> CalibrationSet:
-    """Windows from all files, sampled evenly and interleaved; fewer than `sequences` where the text ends.
+    """Windows from all corpora, sampled evenly and interleaved; fewer than `sequences` where the text ends.
 
-    Errors: those of `read_documents`; `BadInput` where not one window can be cut on either side.
+    Errors: `BadInput` where not one window can be cut on either side.
     """
-    corpora = load_corpora(paths, seed=seed)
     fit = _sample([c.calibration for c in corpora], tokenizer, length, sequences)
-    held_out = _sample(
-        [c.held_out for c in corpora], tokenizer, length, max(1, min(MAX_HELD_OUT, sequences // 8))
-    )
-    for side, part in ((fit, "calibration"), (held_out, "held-out")):
+    held_out = min(MAX_HELD_OUT, max(1, sequences // 8))
+    score = _sample([c.held_out for c in corpora], tokenizer, length, held_out)
+    for side, part in ((fit, "calibration"), (score, "held-out")):
         if not len(side):
             raise BadInput(
                 f"the {part} side of the text is shorter than one window of {length} tokens",
-                "give more text (a tenth of the documents is held out), or a shorter --length",
+                "give more text (a tenth of the documents is held out, and those that repeat the rest"
+                " are dropped), or a shorter --length",
             )
     dataset = ", ".join(
         f"{c.name}@{hashlib.sha256(chr(0).join(c.calibration).encode()).hexdigest()[:12]}" for c in corpora
     )
-    return CalibrationSet(fit, held_out, dataset)
+    return CalibrationSet(fit, score, dataset)
 
 
 def _sample(sides: Sequence[Sequence[str]], tokenizer: Any, length: int, count: int) -> Tensor:

@@ -47,16 +47,23 @@ class Moments:
         return cls(0, empty(source), empty(target), empty(source, source), empty(source, target), yy)
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Add rows: x `[rows, F_s]`, y `[rows, F_t]`, float64."""
+        """Add rows: x `[rows, F_s]`, y `[rows, F_t]`, float64. Call `symmetrize` before reading."""
         self.n += len(x)
         self.x += x.sum(0)
         self.y += y.sum(0)
-        self.xx.addmm_(x.T, x)
         self.xy.addmm_(x.T, y)
+        _add_upper(self.xx, x)
         if self.yy.dim() == 2:
-            self.yy.addmm_(y.T, y)
+            _add_upper(self.yy, y)
         else:
             self.yy += y.square().sum(0)
+
+    def symmetrize(self) -> None:
+        """Make the Grams whole again after `add`, which leaves their lower triangles stale."""
+        for gram in (self.xx, self.yy):
+            if gram.dim() == 2:
+                for start, stop in _bands(len(gram)):
+                    gram[stop:, start:stop] = gram[start:stop, stop:].T
 
     def merge(self, other: Moments) -> None:
         """Add the moments of other rows of the same pair; what an all-reduce over workers does."""
@@ -93,6 +100,17 @@ class Moments:
         return self.y[columns] / self.n
 
 
+def _bands(size: int) -> list[tuple[int, int]]:
+    step = max(256, -(-size // 8))
+    return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def _add_upper(gram: Tensor, rows: Tensor) -> None:
+    # Eight bands on and right of the diagonal: 9/16 of the products of the whole square.
+    for start, stop in _bands(len(gram)):
+        gram[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
+
+
 @dataclass
 class PairMoments:
     """Moments of content keys and of values for one pair of models."""
@@ -120,10 +138,15 @@ class PairMoments:
         """Add the (content keys, values) rows of one window, as `Capture.rows` gives them."""
         self._waiting.append((source, target))
         if sum(len(rows[0][0]) for rows in self._waiting) >= self.BLOCK:
-            self.flush()
+            self._fold()
 
     def flush(self) -> None:
-        """Fold the waiting rows in; called before the moments are read."""
+        """Fold waiting rows in and make the Grams whole; called before the moments are read."""
+        self._fold()
+        self.key.symmetrize()
+        self.value.symmetrize()
+
+    def _fold(self) -> None:
         if self._waiting:
             for kind, moments in enumerate((self.key, self.value)):
                 x = torch.cat([source[kind] for source, _ in self._waiting])

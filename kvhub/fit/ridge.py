@@ -42,15 +42,26 @@ PAPER = Regularization(0.01, "absolute-mean")
 
 @dataclass(frozen=True)
 class Affine:
-    """`out = x @ weight + bias`, float64.
+    """`out = (x - mean_x) @ weight + mean_y`, float64.
 
     full: weight `[k * H_s * D_s, H_t * D_t]` (rows: selected layers ascending,
-    then head, then dimension); head-local: `[H, k * D_s, D_t]`, target head h
-    reading source head h. bias `[H_t, D_t]`.
+    then head, then dimension), mean_x `[k * H_s * D_s]`, mean_y `[H_t * D_t]`;
+    head-local: weight `[H, k * D_s, D_t]`, target head h reading source head h,
+    mean_x `[H, k * D_s]`, mean_y `[H, D_t]`.
     """
 
     weight: Tensor
-    bias: Tensor
+    mean_x: Tensor
+    mean_y: Tensor
+
+    def bias(self, weight: Tensor | None = None) -> Tensor:
+        """The bias of `out = x @ weight + bias`, shaped like `mean_y`.
+
+        weight: the weights as rounded for storage; the bias then makes up for
+        what rounding does to the mean, which is large where keys have large biases.
+        """
+        used = self.weight if weight is None else weight.to(torch.float64)
+        return self.mean_y - (self.mean_x[..., None, :] @ used)[..., 0, :]
 
 
 def solve_layer(
@@ -82,9 +93,7 @@ def solve_layer(
             "use a larger --lambda, or more text",
         )
     weight = torch.cholesky_solve(cross, factor)
-    mean = (moments.mean_x(inputs)[..., None, :] @ weight)[..., 0, :]
-    bias = (moments.mean_y(outputs) - mean).reshape(target.num_kv_heads, target.head_dim)
-    return Affine(weight, bias)
+    return Affine(weight, moments.mean_x(inputs), moments.mean_y(outputs))
 
 
 def _indices(

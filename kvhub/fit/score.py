@@ -59,4 +59,4 @@ def apply_affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """`x @ weight + bias` for rows x `[rows, k, H_s, D_s]`; returns `[rows, H_t, D_t]`."""
     if weight.dim() == 3:
         return torch.einsum("rhi,hij->rhj", x.transpose(1, 2).flatten(2), weight) + bias
-    return (x.flatten(1) @ weight).unflatten(-1, tuple(bias.shape)) + bias
+    return (x.flatten(1) @ weight).reshape(len(x), *bias.shape) + bias

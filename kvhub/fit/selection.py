@@ -31,8 +31,7 @@ def matched_heads(source: Geometry, target: Geometry) -> list[int]:
 
 
 def layer_scores(moments: PairMoments, source: Geometry, target: Geometry) -> Tensor:
-    """Score of every (target layer, source layer), `[target layers, source layers]` float64."""
-    moments.flush()
+    """Score of every (target layer, source layer) from flushed moments, `[target layers, source layers]`."""
     return (
         single_source_r2(moments.key, source, target) + single_source_r2(moments.value, source, target)
     ) / 2

@@ -12,7 +12,7 @@ from kvhub.model.identity import Geometry
 
 @dataclass(frozen=True)
 class FitSettings:
-    """Defaults are the paper's where it gives one (500 x 1,024 tokens, every 4th; arXiv 2608.03893, section 3.1)."""
+    """Defaults are the paper's where it has one: 500 x 1,024 tokens, every 4th (arXiv 2608.03893, 3.1)."""
 
     k: int = 8
     regularization: Regularization = field(default_factory=Regularization)
