@@ -103,8 +103,8 @@ class Registry:
 
     # writing
 
-    def register(self, record: MapperRecord) -> MapperRow:
-        """Write a mapper as a draft: model, calibration set, mapper and artifact in one transaction.
+    def register(self, record: MapperRecord, scores: Iterable[ScoreRecord] = ()) -> MapperRow:
+        """Write a mapper as a draft: models, calibration set, mapper, artifact and scores in one transaction.
 
         The same digest again moves its path and keeps its state and scores: the
         bytes are the same.
@@ -119,6 +119,7 @@ class Registry:
             if session.get(MapperTable, record.digest) is None:
                 session.add(_mapper(record))
                 session.flush()
+                session.add_all(_scores(record.digest, scores))
             artifact = session.get(ArtifactTable, record.digest)
             if artifact is None:
                 artifact = ArtifactTable(
@@ -147,7 +148,7 @@ class Registry:
         with writing(self._engine) as session:
             _artifact(session, digest)
             session.execute(delete(ScoreTable).where(col(ScoreTable.mapper_digest) == digest))
-            session.add_all(ScoreTable(mapper_digest=digest, **score.model_dump()) for score in scores)
+            session.add_all(_scores(digest, scores))
 
     def add_location(self, digest: str, location: HubLocation) -> None:
         """Note where an artifact was pushed to or pulled from. Raises `NotRegistered`."""
@@ -194,6 +195,10 @@ def _artifact(session: Session, digest: str) -> ArtifactTable:
     if artifact is None:
         raise NotRegistered(f"no mapper {digest[:SHORT]!r}", "kvhub list shows what is registered")
     return artifact
+
+
+def _scores(digest: str, scores: Iterable[ScoreRecord]) -> list[ScoreTable]:
+    return [ScoreTable(mapper_digest=digest, **score.model_dump()) for score in scores]
 
 
 def _add_model(session: Session, model: ModelRecord) -> None:

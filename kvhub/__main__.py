@@ -1,0 +1,5 @@
+"""`python -m kvhub`."""
+
+from kvhub.cli import main
+
+main()

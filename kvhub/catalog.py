@@ -1,0 +1,233 @@
+"""Artifacts and the registry together: register, judge, find, remove. Imports no torch."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from kvhub.artifact.manifest import Manifest
+from kvhub.errors import AccessDenied, BadInput, Corrupt, Incompatible, KvhubError, NotFound, Unreachable
+from kvhub.evaluation.evidence import Evidence
+from kvhub.model.identity import ModelIdentity
+from kvhub.settings import Settings
+from kvhub_registry import (
+    Ambiguous,
+    BadAddress,
+    CalibrationRecord,
+    Damaged,
+    Denied,
+    HubLocation,
+    MapperRecord,
+    MapperRow,
+    ModelRecord,
+    NotRegistered,
+    Registry,
+    RegistryError,
+    ScoreRecord,
+    State,
+    TooNew,
+    Unavailable,
+)
+
+FIT_DOMAIN = "fit"
+"""Domain of the R2 that the fit itself measured, on held-out calibration windows."""
+
+_MEANING: tuple[tuple[type[RegistryError], type[KvhubError]], ...] = (
+    (BadAddress, BadInput),
+    (Ambiguous, BadInput),
+    (NotRegistered, NotFound),
+    (Denied, AccessDenied),
+    (Unavailable, Unreachable),
+    (Damaged, Corrupt),
+    (TooNew, Incompatible),
+)
+
+
+def as_kvhub_error(error: RegistryError) -> KvhubError:
+    """The command line's error for one of the registry's."""
+    for kind, meaning in _MEANING:
+        if isinstance(error, kind):
+            return meaning(error.message, error.hint)
+    return KvhubError(error.message, error.hint)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Registry errors as `KvhubError`s."""
+    try:
+        yield
+    except RegistryError as error:
+        raise as_kvhub_error(error) from error
+
+
+def open_registry(settings: Settings | None = None, *, read_only: bool = False) -> Registry:
+    """The registry of this user (`KVHUB_DATABASE_URL`, else SQLite in `KVHUB_HOME`).
+
+    The caller closes it. Errors: `BadInput`, `AccessDenied`, `Corrupt`,
+    `Incompatible`, `Unreachable`. Its methods raise `RegistryError`s, which the
+    command line understands; libraries wrap them in `explained()`.
+    """
+    with explained():
+        return Registry.open((settings or Settings.load()).database_url, read_only=read_only)
+
+
+def register(directory: Path, manifest: Manifest, settings: Settings | None = None) -> None:
+    """Put a written artifact into the registry, as a draft, in one transaction."""
+    with explained(), open_registry(settings) as registry:
+        registry.register(to_record(directory, manifest), fit_scores(manifest))
+
+
+def record_evidence(
+    manifest: Manifest, evidence: Evidence, *, why: str, settings: Settings | None = None
+) -> None:
+    """Store the scores of a registered mapper, then its state: ready where the verdict passed.
+
+    `ready` is written last. Errors: `Corrupt` where the evidence is another
+    mapper's, `NotFound` where the mapper is not registered.
+    """
+    digest = manifest.digest
+    if evidence.mapper != digest:
+        raise Corrupt(f"the evidence is of mapper {evidence.mapper[:12]}, not of {digest[:12]}")
+    measured = [ScoreRecord(**score.model_dump()) for score in evidence.scores]
+    state = State.READY if evidence.verdict.passed else State.DRAFT
+    with explained(), open_registry(settings) as registry:
+        if state is State.DRAFT:
+            registry.set_state(digest, state, why)
+        registry.add_scores(digest, _merged(measured, fit_scores(manifest)))
+        registry.set_state(digest, state, why)
+
+
+def record_location(digest: str, location: HubLocation, settings: Settings | None = None) -> None:
+    """Note where a mapper is on the Hub; its `org/name` becomes an alias for it."""
+    with explained(), open_registry(settings) as registry:
+        registry.add_location(digest, location)
+        registry.set_alias(location.repo_id, digest)
+
+
+def find(ref: str, settings: Settings | None = None) -> MapperRow:
+    """The mapper that `ref` means: digest or its beginning, alias, `source->target`.
+
+    Errors: `NotFound`; `BadInput` where several fit (the hint lists them).
+    """
+    with explained(), open_registry(settings) as registry:
+        return registry.get(ref)
+
+
+def directory_of(ref: str, settings: Settings | None = None) -> Path:
+    """The artifact directory that `ref` names: a path, or a registered mapper's. Errors: `NotFound`."""
+    local = Path(ref).expanduser()
+    if ("/" in ref or ref in (".", "..")) and local.is_dir():
+        return local.absolute()
+    row = find(ref, settings)
+    if not Path(row.path).is_dir():
+        raise NotFound(
+            f"the files of mapper {row.digest[:12]} are gone from {row.path}",
+            f"kvhub pull fetches them again, kvhub rm {row.digest[:12]} forgets it",
+        )
+    return Path(row.path)
+
+
+def demote(digest: str, why: str, settings: Settings | None = None) -> bool:
+    """Make a registered mapper a draft (its files no longer verify); False where it is not registered."""
+    with explained(), open_registry(settings) as registry:
+        try:
+            registry.set_state(digest, State.DRAFT, why)
+        except NotRegistered:
+            return False
+        return True
+
+
+def remove(row: MapperRow, settings: Settings | None = None) -> bool:
+    """Forget a mapper, then delete its files; False where they lie outside the store and stay.
+
+    The row goes first: a crash in between leaves files that nothing points at,
+    never a row without files.
+    """
+    settings = settings or Settings.load()
+    directory = Path(row.path)
+    with explained(), open_registry(settings) as registry:
+        registry.remove(row.digest)
+    if not _inside(directory, settings.mappers):
+        return not directory.exists()
+    trash = directory.with_name(f".removed-{directory.name}")
+    try:
+        if directory.exists():
+            shutil.rmtree(trash, ignore_errors=True)
+            directory.rename(trash)  # at once gone for everybody else
+        shutil.rmtree(trash, ignore_errors=True)
+    except OSError as error:
+        raise AccessDenied(
+            f"mapper {row.digest[:12]} is forgotten, but {directory} cannot be deleted: {error.strerror}",
+            "delete the directory by hand",
+        ) from None
+    return True
+
+
+def to_record(directory: Path, manifest: Manifest) -> MapperRecord:
+    """What the registry keeps of a manifest. Errors: `Corrupt` for a date that is none."""
+    try:
+        created = datetime.fromisoformat(manifest.created)
+    except ValueError:
+        raise Corrupt(f"manifest.json: {manifest.created[:40]!r} is not a date") from None
+    return MapperRecord(
+        digest=manifest.digest,
+        family=manifest.family,
+        support=manifest.support,
+        k=manifest.k,
+        regularization=manifest.regularization,
+        regularization_convention=manifest.regularization_convention,
+        exact_prefix=manifest.exact_prefix,
+        source=_model(manifest.source),
+        target=_model(manifest.target),
+        calibration=CalibrationRecord(
+            digest=manifest.calibration.digest,
+            dataset=manifest.calibration.dataset,
+            revision=manifest.calibration.revision,
+            tokens=manifest.calibration.tokens,
+            rows=manifest.calibration.rows,
+        ),
+        created=created.astimezone(UTC) if created.tzinfo else created.replace(tzinfo=UTC),
+        path=str(directory.absolute()),
+        size=manifest.size,
+    )
+
+
+def fit_scores(manifest: Manifest) -> list[ScoreRecord]:
+    """The fit's own R2, averaged over target layers; without an interval."""
+    fit = manifest.fit_scores
+    means = {
+        metric: sum(values) / len(values)
+        for metric, values in (("r2_key", fit.r2_key), ("r2_value", fit.r2_value))
+        if values
+    }
+    return [
+        ScoreRecord(
+            metric=metric, arm="mapped", domain=FIT_DOMAIN, value=mean, low=mean, high=mean, n=fit.rows
+        )
+        for metric, mean in means.items()
+    ]
+
+
+def _model(identity: ModelIdentity) -> ModelRecord:
+    return ModelRecord(
+        digest=identity.digest,
+        name=identity.name,
+        revision=identity.revision,
+        architecture=identity.architecture,
+        dtype=identity.dtype,
+        num_layers=identity.geometry.num_layers,
+        num_kv_heads=identity.geometry.num_kv_heads,
+        head_dim=identity.geometry.head_dim,
+    )
+
+
+def _merged(first: Iterable[ScoreRecord], second: Iterable[ScoreRecord]) -> list[ScoreRecord]:
+    table = {(score.metric, score.arm, score.domain): score for score in [*second, *first]}
+    return list(table.values())
+
+
+def _inside(path: Path, store: Path) -> bool:
+    return path.absolute().parent == store.absolute() and not path.is_symlink()

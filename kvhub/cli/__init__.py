@@ -1,0 +1,139 @@
+"""The command line: names and one-line helps here, each command in its own module, loaded when used.
+
+Exit codes: 0 ok, 1 failure, 2 usage or input, 3 not found, 4 access, 5 network,
+6 integrity, 7 incompatible, 130 Ctrl-C (`kvhub.errors`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+import click
+
+from kvhub import __version__
+from kvhub.errors import KvhubError
+
+COMMANDS = {
+    "fit": "Fit a mapper from SOURCE to TARGET on a text.",
+    "eval": "Measure a mapper on held-out text, and judge it.",
+    "list": "List registered mappers.",
+    "info": "Show everything known of one mapper.",
+    "verify": "Check a mapper's files against its manifest.",
+    "rm": "Remove a mapper from the registry and from disk.",
+    "push": "Publish a mapper on the Hugging Face Hub.",
+    "pull": "Fetch a mapper from the Hugging Face Hub.",
+    "serve": "Serve a model with SGLang, reusing other models' caches.",
+}
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by name; imports one only to run it or to show its help."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order of a mapper's life."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import `kvhub.cli.<name>` and take its `command`."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"kvhub.cli.{cmd_name}")
+        command = module.command
+        assert isinstance(command, click.Command)
+        command.name = cmd_name
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does, with its "Did you mean" over all our names."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.NoSuchCommand as error:
+            raise click.NoSuchCommand(error.command_name, possibilities=COMMANDS, ctx=ctx) from None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of commands, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.command(
+    cls=LazyGroup,
+    commands={},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="kvhub")
+def cli() -> None:
+    """Map the KV cache of one model to another's: fit, judge, share and serve mappers.
+
+    Data and registry are in KVHUB_HOME; KVHUB_DATABASE_URL puts the registry elsewhere.
+    """
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit: errors are two lines on stderr, never a traceback.
+
+    KVHUB_DEBUG=1 shows the traceback as well.
+    """
+    sys.exit(run(argv))
+
+
+def run(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        code = cli.main(args=argv, prog_name="kvhub", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except KvhubError as error:
+        return _fail(error.message, error.hint, error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        _debug()
+        click.echo("Interrupted", err=True)
+        return 130
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except BrokenPipeError:
+        # The reader of our output went away (`kvhub list | head`): nothing to report, nothing to flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:  # the last line of defence: no user sees a traceback
+        from kvhub.cli import output
+
+        known = _registry_error(error)
+        if known is not None:
+            return _fail(known.message, known.hint, known.exit_code)
+        detail = output.clean(str(error)).strip()
+        what = f"{type(error).__name__}: {detail}" if detail else type(error).__name__
+        return _fail(what[:500], "this is a bug in kvhub; set KVHUB_DEBUG=1 to see where", 1)
+
+
+def _fail(message: str, hint: str, code: int) -> int:
+    from kvhub.cli import output
+
+    _debug()
+    click.echo(f"Error: {output.clean(message)}", err=True)
+    if hint:
+        click.echo(f"Hint: {output.clean(hint)}", err=True)
+    return code
+
+
+def _debug() -> None:
+    if os.environ.get("KVHUB_DEBUG") == "1":
+        traceback.print_exc()
+
+
+def _registry_error(error: Exception) -> KvhubError | None:
+    if "kvhub_registry" not in sys.modules:
+        return None
+    from kvhub.catalog import as_kvhub_error
+    from kvhub_registry import RegistryError
+
+    return as_kvhub_error(error) if isinstance(error, RegistryError) else None

@@ -1,0 +1,5 @@
+"""`python -m kvhub.cli`."""
+
+from kvhub.cli import main
+
+main()

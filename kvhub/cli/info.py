@@ -1,0 +1,138 @@
+"""`kvhub info`: everything known of one mapper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvhub.catalog import FIT_DOMAIN, find
+from kvhub.cli import output
+from kvhub.cli.list import record
+from kvhub.cli.output import Column
+from kvhub.errors import KvhubError
+from kvhub_registry import MapperRow, ModelRecord
+
+if TYPE_CHECKING:
+    from kvhub.artifact.manifest import Manifest
+    from kvhub.evaluation.evidence import Evidence
+
+SCORES = (
+    Column("domain", "TEXT"),
+    Column("metric", "METRIC"),
+    Column("arm", "ARM"),
+    Column("value", "VALUE", right=True),
+    Column("interval", "95 % INTERVAL", right=True, keep=2),
+    Column("n", "N", right=True, keep=1),
+)
+
+
+@click.command()
+@click.argument("mapper")
+@output.format_option("table", "json")
+def command(mapper: str, form: str) -> None:
+    """Show one mapper: pair, method, calibration, scores with intervals, gate, places.
+
+    MAPPER is a digest (six digits are enough), an alias, or 'source->target'.
+    """
+    row = find(mapper)
+    manifest, evidence, problem = _files(row)
+    if form == "json":
+        output.as_json(
+            record(row)
+            | {
+                "manifest": manifest.model_dump(mode="json") if manifest else None,
+                "verdict": evidence.verdict.model_dump(mode="json") if evidence else None,
+                "problem": problem,
+            }
+        )
+        return
+    _head(row, manifest)
+    if problem:
+        click.echo(f"problem      {output.clean(problem)}")
+    if evidence is not None:
+        _gate(evidence)
+    if row.scores:
+        click.echo()
+        output.table(SCORES, [cells for cells in map(_score, row.scores)])
+
+
+def _files(row: MapperRow) -> tuple[Manifest | None, Evidence | None, str | None]:
+    """What the artifact itself says; a damaged one is shown, not fatal."""
+    from kvhub.artifact.evidence import read_evidence
+    from kvhub.artifact.read import read_manifest
+
+    try:
+        manifest = read_manifest(Path(row.path))
+        return manifest, read_evidence(Path(row.path), manifest), None
+    except KvhubError as error:
+        return None, None, error.message
+
+
+def _head(row: MapperRow, manifest: Manifest | None) -> None:
+    convention = (
+        "of the mean diagonal" if row.regularization_convention == "relative-mean-diagonal" else "absolute"
+    )
+    lines = [
+        ("digest", row.digest),
+        ("source", _model(row.source)),
+        ("target", _model(row.target)),
+        ("state", f"{row.state.value}: {row.state_reason}"),
+        (
+            "method",
+            f"{row.family}, {row.support}, k = {row.k}, lambda = {row.regularization:g} ({convention})",
+        ),
+        ("exact prefix", f"{row.exact_prefix} positions, held by the target itself"),
+        ("calibration", _calibration(row)),
+        ("created", output.instant(row.created)),
+        ("files", f"{row.path} ({output.size(row.size)})"),
+    ]
+    if manifest is not None:
+        lines.insert(5, ("layers", _layers(manifest)))
+    if row.aliases:
+        lines.append(("aliases", ", ".join(row.aliases)))
+    for place in row.locations:
+        lines.append(("pushed to" if place.pushed else "pulled from", f"{place.repo_id}@{place.commit}"))
+    for name, text in lines:
+        click.echo(f"{name:<12} {output.clean(text)}")
+
+
+def _model(model: ModelRecord) -> str:
+    shape = f"{model.num_layers} layers, {model.num_kv_heads} KV heads of {model.head_dim}, {model.dtype}"
+    return f"{model.name}  {model.revision}  {model.architecture}, {shape}"
+
+
+def _calibration(row: MapperRow) -> str:
+    given = row.calibration
+    revision = f"@{given.revision}" if given.revision else ""
+    counts = f"{output.count(given.tokens)} tokens, {output.count(given.rows)} rows"
+    return f"{given.dataset}{revision}, {counts}, sha256 {given.digest[:12]}"
+
+
+def _layers(manifest: Manifest) -> str:
+    text = "; ".join(f"{t}<-{','.join(map(str, chosen))}" for t, chosen in enumerate(manifest.source_layers))
+    return text if len(text) <= 400 else text[:400].rpartition(";")[0] + "; ... (--format json has all)"
+
+
+def _gate(evidence: Evidence) -> None:
+    click.echo(f"gate         {'passed' if evidence.verdict.passed else 'not passed'}")
+    for check in evidence.verdict.checks:
+        mark = "ok  " if check.passed else "FAIL"
+        line = f"{check.name}: {check.found:.4g} (limit {check.limit:.4g}, {check.domain})"
+        click.echo(f"  {mark} {output.clean(line)}")
+
+
+def _score(score: object) -> dict[str, str]:
+    from kvhub_registry import ScoreRecord
+
+    assert isinstance(score, ScoreRecord)
+    interval = "-" if score.domain == FIT_DOMAIN else f"{score.low:.4f} .. {score.high:.4f}"
+    return {
+        "domain": output.clean(score.domain),
+        "metric": score.metric,
+        "arm": score.arm,
+        "value": f"{score.value:.4f}",
+        "interval": interval,
+        "n": str(score.n),
+    }

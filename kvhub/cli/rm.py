@@ -1,0 +1,32 @@
+"""`kvhub rm`: forget a mapper and delete its files."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from kvhub.catalog import find, remove
+from kvhub.cli import output
+from kvhub.errors import BadInput
+
+
+@click.command()
+@click.argument("mapper")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+def command(mapper: str, yes: bool) -> None:
+    """Remove MAPPER from the registry, then its files from the store.
+
+    Files outside the store (kvhub fit --output DIR) stay where they are. A copy
+    on the Hub stays, too.
+    """
+    row = find(mapper)
+    what = f"{row.digest[:12]} {row.source.name} -> {row.target.name} ({row.state}, {output.size(row.size)})"
+    if not yes:
+        if not sys.stdin.isatty():
+            raise BadInput("nobody to ask on this terminal", "add --yes")
+        click.confirm(output.clean(f"Remove mapper {what}?"), abort=True, err=True)
+    deleted = remove(row)
+    click.echo(output.clean(f"removed {what}"))
+    if not deleted:
+        output.note(f"its files stay in {row.path}")
