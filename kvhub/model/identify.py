@@ -14,7 +14,7 @@ from kvhub.model.pair import check_pair
 from kvhub.model.rope import rope_spec, rope_spec_from_module, same_angles
 from kvhub.model.tokenizer import chat_template_digest, load_tokenizer, tokenizer_digest
 
-__all__ = ["check_pair", "identify"]
+__all__ = ["check_pair", "describe", "identify"]
 
 
 def identify(
@@ -30,9 +30,7 @@ def identify(
     if dtype not in get_args(Dtype):
         raise BadInput(f"dtype {dtype!r} is not one of {', '.join(get_args(Dtype))}")
     path = path.absolute()
-    described = read_config(path)
-    shape = geometry(described.config, weight_headers(weight_files(path)), str(path))
-    rope = rope_spec(described.config)
+    architecture, shape, rope = describe(path)
     if model is not None:
         _check_live(model, shape, rope, dtype)
     tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
@@ -40,13 +38,20 @@ def identify(
     return ModelIdentity(
         name=(name or (snapshot[0] if snapshot else path.name) or "model")[:256],
         revision=weights_revision(path),
-        architecture=described.architecture.name,
+        architecture=architecture,
         dtype=cast(Dtype, dtype),
         geometry=shape,
         rope=rope,
         tokenizer=tokenizer_digest(tokenizer),
         chat_template=chat_template_digest(tokenizer),
     )
+
+
+def describe(path: Path) -> tuple[str, Geometry, RopeSpec]:
+    """Architecture, geometry and RoPE by config and headers: what can be refused in milliseconds."""
+    described = read_config(path)
+    shape = geometry(described.config, weight_headers(weight_files(path)), str(path))
+    return described.architecture.name, shape, rope_spec(described.config)
 
 
 def _check_live(model: Any, shape: Geometry, rope: RopeSpec, dtype: str) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from kvhub.errors import BadInput, Corrupt
-from kvhub.model.config import read_config
-from kvhub.model.identify import identify
+from kvhub.model.identify import describe, identify
 from kvhub.model.identity import ModelIdentity
 from kvhub.model.resolve import resolve
 from kvhub.model.tokenizer import load_tokenizer
@@ -37,7 +36,7 @@ def load_model(
     weights cannot be read.
     """
     path = resolve(str(ref))
-    read_config(path)  # refuse by name before gigabytes are read
+    describe(path)  # refuse by name before gigabytes are read
     tokenizer = load_tokenizer(path)
     model = _weights(path, dtype).to(device).eval().requires_grad_(False)
     found = str(model.dtype).removeprefix("torch.")
@@ -50,15 +49,20 @@ def _weights(path: Path, dtype: torch.dtype | None) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             path,
             dtype="auto" if dtype is None else dtype,
             attn_implementation="sdpa",
             local_files_only=True,
             trust_remote_code=False,
+            output_loading_info=True,
         )
     except SafetensorError as error:
         raise Corrupt(f"{path}: the weights cannot be read: {error}", "download the model again") from None
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BadInput(f"{path} cannot be loaded: {reason[:200]}") from error
+    # transformers only warns and leaves random numbers where a weight is absent.
+    if missing := report["missing_keys"]:
+        raise Corrupt(f"{path}: the weights have no {min(missing)}", "download the model again")
+    return model

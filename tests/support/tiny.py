@@ -47,8 +47,9 @@ def make_tiny(
 ) -> Path:
     """Save a random model and a byte-level BPE tokenizer (at least 257 tokens) in `path`; returns `path`.
 
-    The tokenizer depends on `vocab` alone (its one special token is the one that Qwen2 would add). Weights are drawn wide (std 0.15) so that attention is not
-    flat. Built once per process for equal arguments, then copied.
+    The tokenizer depends on `vocab` alone; its one special token is the one that Qwen2 would add.
+    Weights are drawn wide (std 0.15) so that attention is not flat. Built once per process for equal
+    arguments, then copied.
     """
     rope = tuple(sorted((rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}).items()))
     built = _build(
@@ -124,9 +125,6 @@ def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator([TEXT], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|endoftext|>",
-        eos_token="<|endoftext|>",
-        pad_token="<|endoftext|>",
-    )
+    # Every special token named: Qwen2's class fills in what is absent, others do not.
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "<|endoftext|>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -1,0 +1,140 @@
+"""RoPE against transformers' own rotary modules and functions."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.tiny import LLAMA3
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+
+from kvhub.errors import BadInput, Incompatible
+from kvhub.model.rope import rope_spec, rope_spec_from_module, rotary_table, same_angles
+from kvhub_kernels.rotary import apply_rope, strip_rope
+
+MODULES = {
+    "llama": LlamaRotaryEmbedding,
+    "mistral": MistralRotaryEmbedding,
+    "qwen2": Qwen2RotaryEmbedding,
+    "qwen3": Qwen3RotaryEmbedding,
+    "qwen3_moe": Qwen3MoeRotaryEmbedding,
+}
+DEFAULT = {"rope_type": "default", "rope_theta": 1e6}
+LLAMA31 = LLAMA3 | {"original_max_position_embeddings": 8192}
+
+
+def config(model_type="llama", rope=DEFAULT, **more):
+    values = {
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+    }
+    return AutoConfig.for_model(model_type, rope_parameters=dict(rope), **(values | more))
+
+
+@pytest.mark.parametrize("model_type", MODULES)
+@pytest.mark.parametrize("rope", [DEFAULT, LLAMA31], ids=["default", "llama3"])
+def test_frequencies_are_the_live_modules_to_the_bit(model_type, rope):
+    made = config(model_type, rope)
+    assert rope_spec(made) == rope_spec_from_module(MODULES[model_type](made))
+
+
+def test_llama3_changes_the_slow_frequencies():
+    plain = rope_spec(config(rope=DEFAULT | {"rope_theta": LLAMA31["rope_theta"]}))
+    scaled = rope_spec(config(rope=LLAMA31))
+    assert scaled.inverse_frequencies[0] == plain.inverse_frequencies[0]
+    assert scaled.inverse_frequencies[-1] == pytest.approx(plain.inverse_frequencies[-1] / 8, rel=1e-6)
+
+
+@pytest.mark.parametrize("rope", [DEFAULT, LLAMA31], ids=["default", "llama3"])
+@pytest.mark.parametrize("first", [0, 100_000, 1_000_000])
+def test_strip_and_apply_against_transformers(rope, first):
+    made = config(rope=rope)
+    module = LlamaRotaryEmbedding(made)
+    positions = torch.arange(first, first + 7)
+    content = torch.randn(7, 2, 128, generator=torch.Generator().manual_seed(1))
+    cos, sin = module(content, positions[None])
+    _, rotated = apply_rotary_pos_emb(content.transpose(0, 1)[None], content.transpose(0, 1)[None], cos, sin)
+    rotated = rotated[0].transpose(0, 1)
+
+    table = rotary_table(rope_spec(made), positions)
+    torch.testing.assert_close(apply_rope(content, table), rotated, rtol=0, atol=1e-6)
+    torch.testing.assert_close(strip_rope(rotated, table), content, rtol=0, atol=2e-6)
+    if first:
+        assert (rotated - content).abs().max() > 0.5  # the rotation is not the identity here
+
+
+def test_explicit_head_dim_wins_over_hidden_by_heads():
+    made = config(hidden_size=256, num_attention_heads=4, head_dim=128)
+    assert rope_spec(made).rotary_dim == 128
+
+
+def test_old_spelling_gives_the_same_spec():
+    old = AutoConfig.for_model(
+        "llama",
+        hidden_size=256,
+        num_attention_heads=4,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rope_theta=LLAMA31["rope_theta"],
+        rope_scaling={key: value for key, value in LLAMA31.items() if key != "rope_theta"},
+    )
+    assert rope_spec(old) == rope_spec(config(rope=LLAMA31))
+
+
+def test_whole_and_fractional_theta_are_one_identity():
+    one = rope_spec(config(rope=DEFAULT | {"rope_theta": 1_000_000}))
+    assert one.model_dump_json() == rope_spec(config(rope=DEFAULT)).model_dump_json()
+
+
+LONG = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64, "original_max_position_embeddings": 8192}
+REFUSED = [
+    ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, "rope_linear"),
+    ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "rope_dynamic"),
+    ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}, "rope_yarn"),
+    ({"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, **LONG}, "rope_longrope"),
+    (DEFAULT | {"mrope_section": [16, 24, 24]}, "rope_mrope"),
+    (DEFAULT | {"partial_rotary_factor": 0.5}, "rope_partial"),
+    (DEFAULT | {"llama_4_scaling_beta": 0.1}, "rope_unknown"),
+]
+
+
+@pytest.mark.parametrize(("rope", "code"), REFUSED, ids=[code for _, code in REFUSED])
+def test_other_kinds_are_refused_by_name(rope, code):
+    made = config()
+    made.rope_parameters = rope
+    with pytest.raises(Incompatible) as caught:
+        rope_spec(made)
+    assert caught.value.code == code
+
+
+def test_per_layer_rope_is_refused():
+    made = config()
+    made.rope_parameters = {"rope_type": "default", "full_attention": DEFAULT, "sliding_attention": DEFAULT}
+    with pytest.raises(Incompatible) as caught:
+        rope_spec(made)
+    assert caught.value.code == "rope_per_layer"
+
+
+@pytest.mark.parametrize("theta", [None, 0, -1.0, "1e6", True, float("nan"), float("inf")])
+def test_impossible_theta(theta):
+    made = config()
+    made.rope_parameters = {"rope_type": "default", "rope_theta": theta}
+    with pytest.raises(BadInput):
+        rope_spec(made)
+
+
+def test_same_angles_tolerates_the_last_bit_only():
+    spec = rope_spec(config())
+    moved = copy.deepcopy(spec.model_dump())
+    moved["inverse_frequencies"][3] *= 1 + 1e-7
+    assert same_angles(spec, type(spec)(**moved))
+    moved["inverse_frequencies"][3] *= 1 + 1e-4
+    assert not same_angles(spec, type(spec)(**moved))
