@@ -59,7 +59,10 @@ def row_positions(length: int, stride: int, exact_prefix: int) -> range:
 
 
 def load_corpora(paths: Sequence[Path], *, seed: int = 0) -> list[Corpus]:
-    """Read every file and split it by document; a held-out document may repeat no file's calibration side."""
+    """Read every file and split it by document; the seed changes the order of documents, not their side.
+
+    A held-out document may repeat no file's calibration side. Errors: those of `read_documents`.
+    """
     names: list[str] = []
     sides: list[tuple[list[str], list[str]]] = []
     for path in paths:

@@ -189,7 +189,7 @@ def demand_memory(
     available: bytes; None asks the operating system (and says nothing where it does not know).
     """
     needed = memory_needed(source, target, k=k, both=both)
-    have = _available() if available is None else available
+    have = _free_memory() if available is None else available
     if have is not None and needed > have:
         advice = "use a machine with more memory"
         raise BadInput(
@@ -199,7 +199,14 @@ def demand_memory(
         )
 
 
-def _available() -> int | None:
+def moments_device(model_device: torch.device, needed: int) -> torch.device:
+    """Where moments of `needed` bytes are kept: beside the models if they fit there, else in main memory."""
+    if model_device.type == "cuda" and torch.cuda.mem_get_info(model_device)[0] > 1.2 * needed:
+        return model_device
+    return torch.device("cpu")
+
+
+def _free_memory() -> int | None:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

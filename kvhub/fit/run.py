@@ -15,7 +15,7 @@ from kvhub.artifact.manifest import Manifest
 from kvhub.errors import BadInput, Incompatible, KvhubError
 from kvhub.fit.calibration import CalibrationSet, row_positions
 from kvhub.fit.capture import Capture, capture
-from kvhub.fit.moments import Moments, PairMoments, demand_memory
+from kvhub.fit.moments import Moments, PairMoments, demand_memory, memory_needed, moments_device
 from kvhub.fit.ridge import solve_layer
 from kvhub.fit.score import HeldOutScore
 from kvhub.fit.selection import demand_k, select_layers
@@ -91,7 +91,9 @@ def fit_pair(
     demand_possible(*shapes, settings, both=both, rows=len(windows.fit) * len(positions))
     tell = progress or (lambda stage, done, total: None)
 
-    moments = PairMoments.zeros(*shapes, both=both, device=source.model.device)
+    needed = memory_needed(*shapes, k=settings.k, both=both)
+    device = moments_device(torch.device(source.model.device), needed)
+    moments = PairMoments.zeros(*shapes, both=both, device=device)
     for here, there in _captures(source, target, windows.fit, "capture", tell):
         moments.add(here.rows(positions), there.rows(positions))
     moments.flush()

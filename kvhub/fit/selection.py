@@ -52,7 +52,8 @@ def demand_k(k: int, source: Geometry) -> None:
     """`BadInput` naming the largest k where `k` cannot be used."""
     if not 1 <= k <= source.num_layers:
         raise BadInput(
-            f"--k {k} is outside 1..{source.num_layers} (the source has {source.num_layers} layers)"
+            f"--k {k} is outside 1..{source.num_layers} (the source has {source.num_layers} layers)",
+            f"use --k {source.num_layers} or less",
         )
 
 

@@ -8,9 +8,9 @@ Documents are told apart by the first of these that yields at least
     `<|endoftext|>`, \\f     explicit separators
     two blank lines, one blank line, one line
 
-The side of a document depends on its own content and the seed alone, so `fit`
-and `eval` agree on what was held out even when they are given different files,
-and a document that occurs twice lands on one side.
+The side of a document depends on its own content alone, so that `fit` and `eval`
+agree on what was held out even when they are given different files or seeds, and
+a document that occurs twice lands on one side.
 """
 
 from __future__ import annotations
@@ -52,17 +52,16 @@ def split_documents(
 ) -> tuple[list[str], list[str]]:
     """(calibration, held-out), each in an order that is random but fixed by content and seed.
 
-    A document is held out where the first eight bytes of sha256(seed, content),
-    read as a fraction of 2**64, are below `fraction`. Repeated documents are
-    kept once.
+    A document is held out where sha256 of its content, read as a fraction of
+    2**256, is below `fraction`; the seed changes the order only. Repeated
+    documents are kept once.
     """
-    keyed = {_key(document, seed): document for document in documents}
-    calibration: list[str] = []
-    held_out: list[str] = []
-    for key in sorted(keyed):
-        side = held_out if key / 2**256 < fraction else calibration
-        side.append(keyed[key])
-    return calibration, held_out
+    ordered = sorted(set(documents), key=lambda document: _hash(f"{seed}\n{document}"))
+    held_out = [_hash(document) < fraction * 2**256 for document in ordered]
+    return (
+        [document for document, out in zip(ordered, held_out, strict=True) if not out],
+        [document for document, out in zip(ordered, held_out, strict=True) if out],
+    )
 
 
 def windows(
@@ -100,9 +99,8 @@ def token_digest(batches: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _key(document: str, seed: int) -> int:
-    content = hashlib.sha256(f"{seed}\n{document}".encode())
-    return int.from_bytes(content.digest(), "big")
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
 
 
 def _head(tokenizer: Any) -> list[int]:
