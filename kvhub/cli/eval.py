@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from kvhub.errors import BadInput
+from kvhub.cli import output
+from kvhub.errors import BadInput, NotFound
 
 if TYPE_CHECKING:
-    from kvhub.evaluation.evidence import Evidence
     from kvhub.model.identity import ModelIdentity
-    from kvhub.model.load import LoadedModel
 
 
 @click.command()
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     "--exact-prefix", type=click.IntRange(min=0), help="First tokens native [default: the mapper's]."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the bootstrap.")
-@click.option("--format", "style", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@output.format_option("table", "json")
 def command(
     mapper: str,
     texts: tuple[Path, ...],
@@ -43,46 +43,61 @@ def command(
     tail: int,
     exact_prefix: int | None,
     seed: int,
-    style: str,
+    form: str,
 ) -> None:
     """Evaluate MAPPER (a directory, a digest or org/name) on text that no fit has seen.
 
     Writes evidence.json beside the manifest and the scores into the registry:
     a mapper that passes the gate becomes ready, one that fails stays a draft.
     """
+    import torch
+    from transformers.utils import logging
+
     from kvhub import catalog
     from kvhub.artifact.evidence import write_evidence
-    from kvhub.evaluation.report import why
+    from kvhub.cli.evidence_table import print_evidence
+    from kvhub.evaluation.gate import reason
     from kvhub.evaluation.run import EvalSettings, evaluate
     from kvhub.evaluation.text import held_out_windows
     from kvhub.mapper.load import load_mapper, locate
+    from kvhub.model.load import load_model
+    from kvhub.model.tokenizer import load_tokenizer
 
+    logging.disable_progress_bar()
     directory = locate(mapper)
     loaded = load_mapper(directory)
     manifest = loaded.manifest
-    here = _load("source", manifest.source, source)
-    domains = held_out_windows(texts, here.tokenizer, count=windows, length=prefix + tail)
-    there = _load("target", manifest.target, target)
-    with _Bar() as bar:
+    # Whatever can be refused is refused before gigabytes of weights are read.
+    paths = [_locate("source", manifest.source, source), _locate("target", manifest.target, target)]
+    domains = held_out_windows(texts, load_tokenizer(paths[0]), count=windows, length=prefix + tail)
+    here = load_model(paths[0], getattr(torch, manifest.source.dtype))
+    there = load_model(paths[1], getattr(torch, manifest.target.dtype))
+    with _Progress() as progress:
         evidence = evaluate(
             loaded,
             here,
             there,
             domains,
             EvalSettings(tail=tail, exact_prefix=exact_prefix, seed=seed),
-            progress=bar.advance,
+            progress=progress,
         )
-    _print(evidence, style)
+    if form == "json":
+        click.echo(evidence.to_bytes().decode(), nl=False)
+    else:
+        print_evidence(evidence)
     write_evidence(directory, evidence)
-    catalog.record_evidence(manifest, evidence, why=why(evidence))
+    try:
+        catalog.record_evidence(manifest, evidence, why=reason(evidence.verdict))
+    except NotFound:  # fitted elsewhere, or removed from the registry: evaluating it puts it there
+        catalog.register(directory, manifest)
+        catalog.record_evidence(manifest, evidence, why=reason(evidence.verdict))
 
 
-def _load(role: str, fitted: ModelIdentity, given: str | None) -> LoadedModel:
-    """The model named, else the Hub revision in the manifest; refused at once when it is another."""
-    import torch
-
+def _locate(role: str, fitted: ModelIdentity, given: str | None) -> Path:
+    """Where the model is: as given, else the Hub revision in the manifest; refused when it is another."""
     from kvhub.evaluation.run import check_model
-    from kvhub.model.load import load_model
+    from kvhub.model.identify import identify
+    from kvhub.model.resolve import resolve
 
     if given is None:
         kind, _, revision = fitted.revision.partition(":")
@@ -92,46 +107,33 @@ def _load(role: str, fitted: ModelIdentity, given: str | None) -> LoadedModel:
                 f"give --{role} DIR",
             )
         given = f"{fitted.name}@{revision}"
-    model = load_model(given, dtype=getattr(torch, fitted.dtype))
-    check_model(role, fitted, model.identity)
-    return model
+    path = resolve(given)
+    check_model(role, fitted, identify(path, dtype=fitted.dtype))
+    return path
 
 
-def _print(evidence: Evidence, style: str) -> None:
-    if style == "json":
-        click.echo(evidence.to_bytes().decode(), nl=False)
-        return
-    from rich.console import Console
+class _Progress:
+    """On stderr: a bar with the time left on a terminal, else a line every half minute."""
 
-    from kvhub.evaluation.report import tables
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160  # a file has no edge to wrap at
-    for table in tables(evidence):
-        console.print(table)
-    state = "passed: ready" if evidence.verdict.passed else "not passed: draft"
-    console.print(
-        f"{evidence.windows} windows, {evidence.protocol}, exact prefix {evidence.exact_prefix}, "
-        f"injection error {evidence.injection_max_logit_error:.2g}"
-    )
-    console.print(f"{evidence.mapper[:12]} {state}")
-
-
-class _Bar:
-    """A progress bar on stderr; silent where stderr is no terminal."""
-
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> _Progress:
         from rich.console import Console
         from rich.progress import Progress
 
-        self._progress = Progress(console=Console(stderr=True), transient=True)
-        self._task = self._progress.add_task("evaluating", total=None)
-        self._progress.__enter__()
+        console = Console(stderr=True)
+        self._told = time.monotonic()
+        self._bar = Progress(console=console, transient=True) if console.is_terminal else None
+        if self._bar is not None:
+            self._task = self._bar.add_task("evaluating", total=None)
+            self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
-    def advance(self, done: int, total: int) -> None:
-        self._progress.update(self._task, completed=done, total=total)
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total)
+        elif time.monotonic() - self._told >= 30:
+            self._told = time.monotonic()
+            output.note(f"evaluating: {done}/{total} windows")

@@ -15,7 +15,12 @@ from kvhub.model.identity import Record, Sha256, canonical_json
 Arm = Literal["native", "source", "mapped", "empty", "wrong-document"]
 
 ALL = "all"
-"""The domain name that stands for every window together; no text may be called so."""
+"""The domain name that stands for every window together."""
+
+RESERVED = (ALL, "fit")
+"""What no text may be called: the registry keeps the fit's own R2 under `fit`."""
+
+ARMS: tuple[Arm, ...] = ("native", "source", "mapped", "empty", "wrong-document")
 
 
 class Score(Record):

@@ -136,6 +136,14 @@ def rejudge(evidence: Evidence, manifest: Manifest | None = None, *, gate: Gate 
     )
 
 
+def reason(verdict: Verdict) -> str:
+    """One line for listings: that it passed, or the first condition that failed."""
+    for check in verdict.checks:
+        if not check.passed:
+            return f"gate: {check.name} {check.found:.3g} (limit {check.limit:g}) on {check.domain}"
+    return "gate passed"
+
+
 def _excess(table: dict[tuple[str, Arm, str], Score], domain: str) -> float | None:
     """Recomputed from the two NLLs, so that a record cannot state another."""
     mapped, native = table.get(("nll", "mapped", domain)), table.get(("nll", "native", domain))

@@ -13,7 +13,7 @@ from torch import Tensor
 import kvhub
 from kvhub.errors import BadInput, Incompatible
 from kvhub.evaluation.arms import Arms, WindowResult
-from kvhub.evaluation.evidence import ALL, Evidence
+from kvhub.evaluation.evidence import RESERVED, Evidence
 from kvhub.evaluation.gate import Gate, judge
 from kvhub.evaluation.inject import check_injection
 from kvhub.evaluation.summary import summarize
@@ -156,8 +156,8 @@ def _check_windows(domains: Mapping[str, Tensor], settings: EvalSettings, exact:
             "use a longer --prefix",
         )
     for name, windows in domains.items():
-        if name == ALL:
-            raise BadInput(f"a text may not be called {ALL!r}", "rename the file")
+        if name in RESERVED:
+            raise BadInput(f"a text may not be called {name!r}", "rename the file")
         if len(windows) < 2:
             raise BadInput(
                 f"{name} has {len(windows)} held-out windows of {prefix + settings.tail} tokens, not 2",

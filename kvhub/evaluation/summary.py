@@ -8,10 +8,8 @@ import numpy as np
 
 from kvhub.evaluation.arms import WindowResult
 from kvhub.evaluation.bootstrap import Bootstrap, Estimate, Statistic, ratio
-from kvhub.evaluation.evidence import ALL, Arm, LayerScores, Score
+from kvhub.evaluation.evidence import ALL, ARMS, Arm, LayerScores, Score
 from kvhub.evaluation.metrics import Array, RowMoments, gap_recovered
-
-ARMS: tuple[Arm, ...] = ("native", "source", "mapped", "empty", "wrong-document")
 
 
 def summarize(
