@@ -1,0 +1,119 @@
+"""Build the radix cache for `--radix-cache-backend kvhub`.
+
+Whatever is wrong here (settings, mapper, model, hooks), the server starts and
+serves as plain SGLang; the reason is in its log.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
+
+from kvhub.artifact.evidence import read_evidence
+from kvhub.errors import KvhubError
+from kvhub.evaluation.gate import rejudge
+from kvhub.exchange import DirectoryExchange
+from kvhub.mapper.load import load_mapper
+from kvhub.model.identify import identify
+from kvhub.model.identity import ModelIdentity
+from kvhub.model.load import resolve
+from kvhub_sglang import hooks
+from kvhub_sglang.cache import KvhubRadixCache
+from kvhub_sglang.refusal import Code, Refusal
+from kvhub_sglang.report import Metrics, logger
+from kvhub_sglang.serving import Candidate, Serving
+from kvhub_sglang.settings import ServedMapper, load_settings
+from kvhub_sglang.supported import refused_configuration, refused_pool, refused_rotary
+
+
+def create(ctx: Any) -> Any:
+    """The cache for one scheduler process; ctx is SGLang's `TreeCacheBuildContext`."""
+    cache = create_unified_radix_cache(ctx, cache_class=KvhubRadixCache)
+    try:
+        serving = open_serving(ctx)
+    except (Refusal, KvhubError) as error:
+        cache.off_because = str(error)
+        logger.error("kvhub is off: %s", error)
+        return cache
+    except Exception as error:
+        cache.off_because = f"{type(error).__name__} at start"
+        logger.exception("kvhub is off: unexpected error at start")
+        return cache
+    cache.serve(serving)
+    hooks.watch_weights(cache.switch_off)
+    logger.info(
+        "kvhub serves %s (identity %s): %d mapper(s), reuse %s, max hops %d, exchange %s",
+        serving.identity.name,
+        serving.identity.digest[:12],
+        len(serving.candidates),
+        serving.settings.reuse,
+        serving.settings.max_hops,
+        serving.settings.exchange,
+    )
+    return cache
+
+
+def open_serving(ctx: Any) -> Serving:
+    """Check everything that can be checked once. Raises `Refusal` or `KvhubError`."""
+    settings = load_settings()
+    if name := refused_configuration(ctx):
+        raise Refusal(Code.UNSUPPORTED, f"{name} is not supported")
+    if absent := hooks.missing():
+        raise Refusal(Code.UNSUPPORTED, f"SGLang has no {absent[0]} to hook")
+    kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    dtype = str(kvcache.dtype).removeprefix("torch.")
+    path = resolve(settings.model_path or ctx.server_args.model_path)
+    identity = identify(path, dtype=dtype)
+    runner = ctx.tp_worker.model_runner
+    found = refused_pool(kvcache, identity.geometry, dtype) or refused_rotary(runner.model, identity.rope)
+    if found:
+        raise Refusal(Code.UNSUPPORTED, f"the server has {found}")
+    device = kvcache.k_buffer[0].device
+    candidates = []
+    for served in settings.mappers:
+        try:
+            candidates.append(open_candidate(served, identity, device))
+        except (Refusal, KvhubError) as error:
+            logger.error("kvhub does not use mapper %s: %s", served.digest[:12], error)
+    return Serving(
+        settings=settings,
+        identity=identity,
+        candidates=tuple(candidates),
+        exchange=DirectoryExchange(Path(settings.exchange), max_bytes=settings.exchange_max_bytes),
+        page_size=ctx.params.page_size,
+        metrics=Metrics(bool(ctx.params.enable_metrics)),
+        stream=runner.forward_stream if device.type == "cuda" else None,
+    )
+
+
+def open_candidate(served: ServedMapper, identity: ModelIdentity, device: Any) -> Candidate:
+    """Load one mapper and prove that it is the one named, for this model, and passed the gate.
+
+    The settings' word for the state is not taken: the evidence is judged again here.
+    """
+    mapper = load_mapper(served.path)
+    manifest = mapper.manifest
+    if manifest.digest != served.digest:
+        raise Refusal(Code.CORRUPT, f"the artifact is {manifest.digest[:12]}, not the one named")
+    if manifest.target.digest != identity.digest:
+        raise Refusal(
+            Code.UNSUPPORTED,
+            f"it was fitted for {manifest.target.name} {_revision(manifest.target)}, "
+            f"this server runs {identity.name} {_revision(identity)}",
+        )
+    if served.state == "retired":
+        raise Refusal(Code.DECLINED, "it is retired")
+    evidence = read_evidence(Path(served.path), manifest)
+    passed = evidence is not None and rejudge(evidence, manifest).passed
+    if not passed:
+        why = "has no evidence" if evidence is None else "did not pass the gate"
+        if not served.allow_draft:
+            raise Refusal(Code.DECLINED, f"it {why}; evaluate it, or allow drafts explicitly")
+        logger.warning("kvhub serves mapper %s by override: it %s", served.digest[:12], why)
+    return Candidate(mapper.to(device), manifest.digest, manifest.source, draft=not passed)
+
+
+def _revision(identity: ModelIdentity) -> str:
+    return f"{identity.revision[:24]} ({identity.dtype}, identity {identity.digest[:12]})"

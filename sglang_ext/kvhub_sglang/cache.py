@@ -1,0 +1,255 @@
+"""The radix cache that SGLang is given: `UnifiedRadixCache` with handoffs.
+
+Every override is guarded: an exception here would end the scheduler, so it is
+counted, logged once, kvhub is switched off in this process and SGLang's own
+method decides. What a request already holds stays valid: the salt it lives under
+is read from the request by all of SGLang's code, and slots that were filled are
+handed over or freed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InitLoadBackParams,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from kvhub_sglang import handoff
+from kvhub_sglang.decide import unsupported
+from kvhub_sglang.namespace import Salts
+from kvhub_sglang.place import Pool
+from kvhub_sglang.plan import Plan
+from kvhub_sglang.publish import publish
+from kvhub_sglang.refusal import Code
+from kvhub_sglang.report import META_KEY, logger
+from kvhub_sglang.serving import Serving
+
+T = TypeVar("T")
+_PLAN = "kvhub_plan"
+
+
+class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
+    """Publishes finished blocks, and serves a request's prefix from another model's."""
+
+    def __init__(self, params: CacheInitParams) -> None:
+        # reset() is called from the base constructor, before serve() can be
+        self.serving: Serving | None = None
+        self.pool: Pool | None = None
+        self.off_because = "not started"
+        self._salts: Salts | None = None  # outlives a switch-off: lossy rows stay in the tree
+        self._load_is_private = False
+        super().__init__(params)
+
+    def serve(self, serving: Serving) -> None:
+        """Start handing off; until then this is SGLang's own cache."""
+        self.pool = Pool(self.token_to_kv_pool_allocator.get_kvcache())
+        self._salts = serving.salts
+        self.serving, self.off_because = serving, ""
+
+    def switch_off(self, reason: str) -> None:
+        """Stop all handoffs and publishing in this process; requests in flight go on."""
+        if self.serving is not None:
+            logger.error("kvhub is off in this process: %s", reason)
+            self.serving, self.off_because = None, reason
+
+    def _guarded(self, where: str, call: Callable[[], T], otherwise: T) -> T:
+        try:
+            return call()
+        except Exception as error:
+            logger.exception("kvhub failed in %s", where)
+            if self.serving is not None:
+                self.serving.metrics.error(where)
+            self.switch_off(f"{type(error).__name__} in {where}")
+            return otherwise
+
+    # ---- match: decide and promise
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        req = params.req
+        if req is None:
+            return super().match_prefix(params)
+        plan = self._guarded("match_prefix", lambda: self._plan(req, params.key), None)
+        params.key.cache_salt = req.cache_salt or None
+        result = super().match_prefix(params)
+        serving = self.serving
+        if plan is None or serving is None:
+            return result
+        if result.host_hit_length:
+            handoff.leave(plan, result.device_prefix_len, result.host_hit_length)
+            self._refresh(req, plan)
+            return result
+        promised = self._guarded("promise", lambda: self._promise(serving, plan, params.key, result), 0)
+        self._refresh(req, plan)
+        if promised:
+            result = result._replace(
+                host_hit_length=promised,
+                last_host_node=result.last_device_node,
+                best_match_node=result.last_device_node,
+            )
+        return result
+
+    def _plan(self, req: Any, key: RadixKey) -> Plan | None:
+        plan: Plan | None = getattr(req, _PLAN, None)
+        if plan is not None:
+            if plan.slots is not None:  # filled for a batch that was not formed
+                self.token_to_kv_pool_allocator.free(plan.slots)
+                plan.slots = None
+            return plan
+        serving = self.serving
+        if serving is None or req.lock is not None or req.kv.holds_kv:
+            return None
+        plan = handoff.new_plan(
+            serving, req, _limit(key), lambda salt: self._device_match(key, salt).device_prefix_len
+        )
+        setattr(req, _PLAN, plan)
+        info = req.customized_info if req.customized_info is not None else {}
+        info[META_KEY] = [plan.report.as_meta()]
+        req.customized_info = info
+        req.cache_salt = plan.salt  # last: from here on the request lives there
+        return plan
+
+    def _device_match(self, key: RadixKey, salt: str | None) -> MatchResult:
+        probe = RadixKey(key.token_ids, key.extra_key, limit=_limit(key), cache_salt=salt)
+        return super().match_prefix(MatchPrefixParams(key=probe))
+
+    def _promise(self, serving: Serving, plan: Plan, key: RadixKey, result: MatchResult) -> int:
+        base = result.device_prefix_len
+        exact, node = base, result.last_device_node
+        if plan.lossy:
+            found = self._device_match(key, plan.original_salt)
+            exact, node = found.device_prefix_len, found.last_device_node
+        return handoff.promise(serving, plan, base, exact, node, _limit(key))
+
+    # ---- load: all of the promise or nothing
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any] | None:
+        req = params.req
+        plan: Plan | None = getattr(req, _PLAN, None)
+        self._load_is_private = plan is not None and plan.promised > 0
+        if plan is None or not self._load_is_private:
+            return super().init_load_back(params)  # type: ignore[no-any-return]
+        loaded = self._guarded("init_load_back", lambda: self._load(req, plan), 0)
+        if not loaded:
+            if not plan.dead:
+                handoff.fail(plan, Code.DISABLED, self.off_because)
+            if req.prefix_len == 0 and plan.lossy:
+                # one root serves every namespace: the request may still become exact
+                req.cache_salt, plan.salt, plan.lossy = plan.original_salt, plan.original_salt, False
+        self._refresh(req, plan)
+        return loaded, req.last_node
+
+    def _load(self, req: Any, plan: Plan) -> int:
+        serving, pool = self.serving, self.pool
+        if serving is None or pool is None:  # switched off since the promise
+            return 0
+        lock = self.lock(plan.exact_node) if plan.lossy else None
+        try:
+            return handoff.load(
+                serving,
+                pool,
+                plan,
+                self._allocate,
+                self.token_to_kv_pool_allocator.free,
+                self.path_device_indices,
+                req.origin_input_ids + req.output_ids,
+            )
+        finally:
+            self.unlock(lock)
+
+    def _allocate(self, count: int) -> torch.Tensor | None:
+        allocator = self.token_to_kv_pool_allocator
+        missing = count - allocator.available_size()
+        if missing > 0:
+            self.evict(EvictParams(num_tokens=missing))
+        slots = allocator.alloc(count)
+        return None if slots is None else slots.to(torch.int64)
+
+    def load_back_is_cache_owned(self) -> bool:
+        # private slots belong to the request until its checkpoint inserts them
+        if self._load_is_private:
+            return False
+        return bool(super().load_back_is_cache_owned())
+
+    def prefix_device_indices(self, req: Any) -> torch.Tensor:
+        plan: Plan | None = getattr(req, _PLAN, None)
+        if plan is None or plan.slots is None:
+            return super().prefix_device_indices(req)  # type: ignore[no-any-return]
+        slots, plan.slots = plan.slots, None
+        rows: torch.Tensor = torch.cat([self.path_device_indices(req.last_node), slots])
+        assert len(rows) >= req.prefix_len, (req.rid, len(rows), req.prefix_len)
+        return rows[: req.prefix_len]
+
+    # ---- checkpoint: publish what a finished request computed
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        super().checkpoint(req, up_to=up_to, **kwargs)
+        plan: Plan | None = getattr(req, _PLAN, None)
+        if plan is not None:
+            self._refresh(req, plan)
+        serving, pool = self.serving, self.pool
+        if serving is None or pool is None or not serving.settings.publish or not req.finished():
+            return
+        if unsupported(req) is None and req.kv.req_pool_idx is not None:
+            row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
+            self._guarded("publish", lambda: self._publish(serving, pool, req, plan, up_to, row), None)
+
+    def _publish(
+        self, serving: Serving, pool: Pool, req: Any, plan: Plan | None, up_to: int, row: torch.Tensor
+    ) -> None:
+        try:
+            publish(serving, pool, req, plan, up_to, row)
+        except OSError as error:  # full or gone: nothing is owed to the exchange
+            serving.metrics.error("exchange")
+            logger.warning("kvhub could not publish rid=%s: %s", req.rid, error)
+
+    # ---- the end of a request
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        super().on_release(req, checkpointed=checkpointed)
+        self._guarded("on_release", lambda: self._forget(req), None)
+
+    def _forget(self, req: Any) -> None:
+        plan: Plan | None = getattr(req, _PLAN, None)
+        if plan is None:
+            return
+        if self.serving is not None and req.finished():
+            handoff.finish(self.serving, req.rid, plan)
+        if plan.slots is not None:
+            self.token_to_kv_pool_allocator.free(plan.slots)
+        setattr(req, _PLAN, None)
+        if plan.lossy:
+            # a retracted request decides anew; a finished one is not looked up again
+            req.cache_salt = plan.original_salt
+
+    def write_backup_storage(self, node_id: Any) -> None:
+        """Lossy pages never leave the process through SGLang's own storage backends."""
+        if self._guarded("write_backup_storage", lambda: self._is_lossy(node_id), True):
+            return
+        super().write_backup_storage(node_id)
+
+    def _is_lossy(self, node_id: Any) -> bool:
+        salts = self._salts
+        return salts is not None and any(
+            salts.is_lossy(part)
+            for part in self.tree_core.prefetch_anchor_info(node_id)
+            if isinstance(part, str)
+        )
+
+    def _refresh(self, req: Any, plan: Plan) -> None:
+        """Bring the response metadata up to date, in place."""
+        if req.customized_info is not None and META_KEY in req.customized_info:
+            req.customized_info[META_KEY] = [plan.report.as_meta()]
+
+
+def _limit(key: RadixKey) -> int:
+    """Reusable tokens: the key's own limit, and never the last token of the prompt."""
+    return min(len(key), max(0, len(key.token_ids) - 1))

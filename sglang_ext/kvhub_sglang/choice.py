@@ -1,0 +1,91 @@
+"""What one request asks for.
+
+On `/generate`, by a trusted orchestrator:
+
+    "kv_hints": {"protocol_version": "1", "message_id": "m1", "actions": [
+        {"action_id": "a1", "action_type": "kvhub.reuse", "action_version": "1",
+         "payload": {"reuse": true, "sources": ["<name or digest>"], "max_hops": 1}}]}
+
+On the OpenAI endpoints: `"custom_params": {"kvhub": {"reuse": true}}`. Both may only
+narrow what the server's settings allow; where both are present, both must agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvhub_sglang.refusal import Code, Refusal
+from kvhub_sglang.settings import ServingSettings
+
+ACTION = "kvhub.reuse"
+
+
+class Ask(BaseModel):
+    """The payload of a hint, or of `custom_params.kvhub`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    reuse: bool
+    sources: list[str] | None = Field(default=None, max_length=64)
+    """Names or identity digests of source models to consider; None: all that are allowed."""
+    max_hops: int | None = Field(default=None, ge=1, le=8)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is allowed for this request after server and client were heard."""
+
+    sources: frozenset[str] | None
+    max_hops: int
+
+
+def choose(req: Any, settings: ServingSettings) -> Choice:
+    """The strictest of settings, hints and client; `Refusal` where reuse is off.
+
+    req: SGLang's `Req`; reads `kv_hints` and `sampling_params.custom_params`.
+    """
+    if settings.reuse == "off":
+        raise Refusal(Code.DECLINED, "reuse is off on this server")
+    hint, client = _hint(req), _client(req)
+    asks = [ask for ask in (hint, client) if ask is not None]
+    if any(not ask.reuse for ask in asks):
+        raise Refusal(Code.DECLINED, "the request declines reuse")
+    asked = hint is not None or (client is not None and settings.reuse != "hinted")
+    if settings.reuse != "always" and not asked:
+        raise Refusal(Code.NOT_ASKED, "the request did not ask for reuse")
+    sources: frozenset[str] | None = None
+    max_hops = settings.max_hops
+    for ask in asks:
+        if ask.sources is not None:
+            wanted = frozenset(name.casefold() for name in ask.sources)
+            sources = wanted if sources is None else sources & wanted
+        if ask.max_hops is not None:
+            max_hops = min(max_hops, ask.max_hops)
+    return Choice(sources, max_hops)
+
+
+def _hint(req: Any) -> Ask | None:
+    envelope = getattr(req, "kv_hints", None)
+    for action in getattr(envelope, "actions", None) or ():
+        if action.action_type == ACTION:
+            if action.action_version != "1":
+                raise Refusal(Code.DECLINED, f"unknown {ACTION} version {action.action_version!r}")
+            return _parse(action.payload)
+    return None
+
+
+def _client(req: Any) -> Ask | None:
+    params = getattr(req.sampling_params, "custom_params", None)
+    if not isinstance(params, dict) or params.get("kvhub") is None:
+        return None
+    return _parse(params["kvhub"])
+
+
+def _parse(payload: object) -> Ask:
+    try:
+        return Ask.model_validate(payload)
+    except ValidationError as error:
+        raise Refusal(Code.DECLINED, f"bad reuse request: {error.errors()[0]['msg']}") from None

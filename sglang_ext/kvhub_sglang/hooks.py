@@ -1,0 +1,61 @@
+"""The two places where SGLang has no override: its output streamer and its weight updates.
+
+Both go through SGLang's own `HookRegistry`, do nothing while the backend is not in
+use, and are checked at start (`missing`): a hook that SGLang could not place is
+logged there and swallowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+STREAMER = "sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+WEIGHT_UPDATES = tuple(
+    f"{_UPDATER}.update_weights_from_{origin}" for origin in ("disk", "distributed", "tensor", "ipc")
+)
+
+_switch_off: Callable[[str], None] | None = None
+
+
+def place_hooks() -> None:
+    """Register all hooks; SGLang applies them after every plugin has run."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(STREAMER, _streamer_class, HookType.AFTER)
+    for target in WEIGHT_UPDATES:
+        HookRegistry.register(target, _weights_changed, HookType.BEFORE)
+
+
+def missing() -> list[str]:
+    """Targets whose hook is not in place."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return [target for target in (STREAMER, *WEIGHT_UPDATES) if target not in HookRegistry._patched]
+
+
+def watch_weights(switch_off: Callable[[str], None]) -> None:
+    """Call `switch_off(reason)` before any online weight update of this process."""
+    global _switch_off
+    _switch_off = switch_off
+
+
+def _weights_changed(*args: Any, **kwargs: Any) -> None:
+    # Before, not after: an update that fails half way also leaves unknown weights.
+    if _switch_off is not None:
+        _switch_off("weights were updated, so the identity of this model is unknown until a restart")
+
+
+def _streamer_class(streamer: type[Any], *args: Any, **kwargs: Any) -> type[Any] | None:
+    """Send `meta_info["kvhub"]` once per request instead of once per token."""
+    if _switch_off is None:
+        return None
+
+    class KvhubOutputStreamer(streamer):  # type: ignore[misc]
+        def is_request_level_customized_info_key(self, key: str) -> bool:
+            if key == "kvhub":
+                return True
+            return bool(streamer.is_request_level_customized_info_key(self, key))
+
+    return KvhubOutputStreamer

@@ -1,0 +1,143 @@
+"""Fill private slots: exact rows copied, own blocks read, source blocks mapped.
+
+All of it happens before the forward is launched, so that a failure costs the
+request nothing but its prefill. On a GPU it is ordered on the forward stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvhub.exchange import BLOCK_TOKENS, Block, BlockCorrupt, BlockMissing
+from kvhub.mapper import SourceRows
+from kvhub_sglang.plan import BlockSource, Plan
+from kvhub_sglang.refusal import Code, Refusal
+from kvhub_sglang.serving import Candidate, Serving
+
+
+class Pool:
+    """The rows of SGLang's `MHATokenToKVPool`: `[slots, num_kv_heads, head_dim]` per layer."""
+
+    def __init__(self, kvcache: Any) -> None:
+        self.keys: list[Tensor] = kvcache.k_buffer
+        self.values: list[Tensor] = kvcache.v_buffer
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys[0].device
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy rows from `source` slots to `target` slots in every layer."""
+        for buffer in (*self.keys, *self.values):
+            buffer[target] = buffer[source]
+
+    def read(self, slots: Tensor) -> Tensor:
+        """Rows of every layer: `[num_layers, 2, tokens, num_kv_heads, head_dim]`."""
+        return torch.stack(
+            [torch.stack((k[slots], v[slots])) for k, v in zip(self.keys, self.values, strict=True)]
+        )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive blocks from one source, `[start, stop)` in tokens."""
+
+    candidate: Candidate | None
+    first_block: int
+    blocks: list[Block]
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> Tensor:
+        """Payload joined over blocks: `[num_layers, 2, tokens, heads, head_dim]`."""
+        return torch.cat([block.payload for block in self.blocks], dim=2)
+
+    @property
+    def inside(self) -> slice:
+        """The tokens wanted, relative to the first block."""
+        origin = self.first_block * BLOCK_TOKENS
+        return slice(self.start - origin, self.stop - origin)
+
+
+def read_runs(serving: Serving, plan: Plan, start: int, stop: int) -> list[_Run]:
+    """Read and check every block of `[start, stop)`; `Refusal` if any is gone or damaged."""
+    runs: list[_Run] = []
+    for index in range(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)):
+        source = plan.blocks[index]
+        block = _get(serving, source)
+        lo, hi = max(start, index * BLOCK_TOKENS), min(stop, (index + 1) * BLOCK_TOKENS)
+        if runs and runs[-1].candidate is source.candidate:
+            last = runs[-1]
+            runs[-1] = _Run(last.candidate, last.first_block, [*last.blocks, block], last.start, hi)
+        else:
+            runs.append(_Run(source.candidate, index, [block], lo, hi))
+    return runs
+
+
+def _get(serving: Serving, source: BlockSource) -> Block:
+    candidate = source.candidate
+    model = candidate.source.digest if candidate else serving.identity.digest
+    layout = candidate.layout if candidate else serving.layout
+    try:
+        block = serving.exchange.get(source.key, model=model, layout=layout)
+    except BlockMissing:
+        raise Refusal(Code.EXCHANGE, "a block vanished") from None
+    except BlockCorrupt as error:
+        raise Refusal(Code.CORRUPT, str(error)) from None
+    except OSError as error:
+        raise Refusal(Code.EXCHANGE, f"cannot read the exchange: {error.strerror}") from None
+    found = block.header.lineage
+    expected = source.lineage if candidate is None else found.then(candidate.digest)
+    if expected.hops > source.lineage.hops or (candidate is None and not found.exact):
+        raise Refusal(Code.HOPS, "a block changed its lineage")
+    return block
+
+
+def place(serving: Serving, pool: Pool, runs: list[_Run], slots: Tensor, base: int) -> None:
+    """Write the rows of `runs` into `slots` (slot i holds token base + i), every layer.
+
+    `Refusal(NOT_FINITE)` if a mapped row is not finite; the slots are then worthless.
+    """
+    with forward_order(serving):
+        for run in runs:
+            target = slots[run.start - base : run.stop - base]
+            if run.candidate is None:
+                rows = run.rows[:, :, run.inside].to(pool.device)
+                for layer in range(len(pool.keys)):
+                    pool.keys[layer][target] = rows[layer, 0]
+                    pool.values[layer][target] = rows[layer, 1]
+            else:
+                _map(run, run.candidate, pool, target)
+
+
+def _map(run: _Run, candidate: Candidate, pool: Pool, target: Tensor) -> None:
+    rows = run.rows[:, :, run.inside].to(pool.device)
+    positions = torch.arange(run.start, run.stop, device=pool.device)
+    source = SourceRows(
+        list(rows[:, 0].unbind(0)), list(rows[:, 1].unbind(0)), positions, candidate.source.rope
+    )
+    finite = torch.ones((), dtype=torch.bool, device=pool.device)
+    for layer in range(len(pool.keys)):
+        keys, values = candidate.mapper.map_layer(layer, source)
+        finite &= torch.isfinite(keys).all() & torch.isfinite(values).all()
+        pool.keys[layer][target] = keys.to(pool.keys[layer].dtype)
+        pool.values[layer][target] = values.to(pool.values[layer].dtype)
+    if not bool(finite):
+        raise Refusal(Code.NOT_FINITE, "the mapped cache has NaN or infinity")
+
+
+@contextlib.contextmanager
+def forward_order(serving: Serving) -> Iterator[None]:
+    """Run in the order of the forward stream, so that reused slots are safe (CUDA)."""
+    if serving.stream is None:
+        yield
+    else:
+        with torch.cuda.stream(serving.stream):  # type: ignore[arg-type]
+            yield

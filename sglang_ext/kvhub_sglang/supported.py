@@ -1,0 +1,81 @@
+"""Server configurations that are refused by name: kvhub stays off, SGLang serves on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvhub.exchange import BLOCK_TOKENS
+from kvhub.model.identity import Geometry, RopeSpec
+from kvhub.model.rope import rotary_table
+
+_PROBES = (0, 1, 7, 63, 1000, 4095, 8191, 32767)
+_TOLERANCE = 1e-2  # a bfloat16 table is 4e-3 off; another theta or scaling is off by order 1
+
+
+def refused_configuration(ctx: Any) -> str | None:
+    """Why this server cannot hand off, or None. ctx: SGLang's `TreeCacheBuildContext`."""
+    args = ctx.server_args
+
+    def value(name: str) -> Any:
+        return getattr(args, name, None)
+
+    refusals = (
+        (ctx.disable_radix_cache, "--disable-radix-cache"),
+        (ctx.is_hybrid_swa, "sliding-window attention"),
+        (ctx.is_hybrid_ssm, "hybrid or state-space layers"),
+        (value("enable_lora") or value("lora_paths"), "LoRA"),
+        (value("speculative_algorithm"), "speculative decoding"),
+        (value("disaggregation_mode") not in (None, "null"), "PD disaggregation"),
+        ((value("pp_size") or 1) > 1, "pipeline parallelism"),
+        ((value("tp_size") or 1) > 1, "tensor parallelism"),
+        ((value("dp_size") or 1) > 1, "data parallelism"),
+        ((value("dcp_size") or 1) > 1, "decode context parallelism"),
+        (value("enable_streaming_session"), "streaming sessions"),
+        (BLOCK_TOKENS % ctx.params.page_size, f"page size {ctx.params.page_size}"),
+    )
+    return next((name for condition, name in refusals if condition), None)
+
+
+def refused_pool(kvcache: Any, geometry: Geometry, dtype: str) -> str | None:
+    """Why the live KV pool is not the one the identity describes, or None."""
+    if type(kvcache).__name__ != "MHATokenToKVPool":
+        return f"a {type(kvcache).__name__}"
+    rows = (geometry.num_kv_heads, geometry.head_dim)
+    for buffers in (kvcache.k_buffer, kvcache.v_buffer):
+        if len(buffers) != geometry.num_layers:
+            return f"a pool of {len(buffers)} layers where the model has {geometry.num_layers}"
+        for buffer in buffers:
+            if buffer.dim() != 3 or tuple(buffer.shape[1:]) != rows:
+                return f"a pool of rows {tuple(buffer.shape[1:])} where the model has {rows}"
+            if str(buffer.dtype) != f"torch.{dtype}":
+                return f"a KV cache in {buffer.dtype} where the model is in {dtype}"
+    return None
+
+
+def refused_rotary(model: Any, rope: RopeSpec) -> str | None:
+    """Why the engine's own rotary table is not the one the identity describes, or None.
+
+    The engine keeps cos and sin side by side, `[positions, rotary_dim]`.
+    """
+    tables = {
+        id(module): module
+        for module in model.modules()
+        if isinstance(getattr(module, "cos_sin_cache", None), torch.Tensor)
+    }
+    if not tables:
+        return "no rotary table in the model"
+    for module in tables.values():
+        table = module.cos_sin_cache
+        if table.dim() != 2 or table.shape[1] != rope.rotary_dim:
+            return f"a rotary table of shape {tuple(table.shape)}"
+        if bool(module.is_neox_style) != (rope.pairing == "half"):
+            return "another pairing of rotated dimensions"
+        positions = torch.tensor([p for p in _PROBES if p < table.shape[0]])
+        expected = rotary_table(rope, positions)
+        found = table[positions.to(table.device)].float().cpu()
+        error = (found - torch.cat((expected.cos, expected.sin), dim=-1)).abs().max()
+        if not bool(error <= _TOLERANCE):
+            return f"a rotary table that is {float(error):.3f} off"
+    return None

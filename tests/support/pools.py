@@ -1,0 +1,343 @@
+"""SGLang's radix tree, allocator and KV pool without a server, driven as its scheduler drives them.
+
+`Engine` plays one model: its forward writes rows that are a fixed function of
+(model, token, position), so a test can say of every row where it came from.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, match_kv_cache, release_kv_cache
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+from kvhub.artifact.manifest import Calibration, FitScores, Manifest
+from kvhub.exchange import DirectoryExchange
+from kvhub.mapper import SourceRows
+from kvhub.mapper.ridge import RidgeMapper
+from kvhub.model.identity import Geometry, ModelIdentity, RopeSpec
+from kvhub_sglang.cache import KvhubRadixCache
+from kvhub_sglang.report import META_KEY, Metrics
+from kvhub_sglang.serving import Candidate, Serving
+from kvhub_sglang.settings import ServingSettings
+
+ROPE = RopeSpec(
+    rope_type="default",
+    rotary_dim=8,
+    pairing="half",
+    attention_factor=1.0,
+    inverse_frequencies=[1.0, 0.1, 0.01, 0.001],
+    parameters={"rope_type": "default", "rope_theta": 10000.0},
+    max_position=4096,
+)
+
+
+def identity(name: str, layers: int, heads: int) -> ModelIdentity:
+    """A model of head_dim 8 whose weights are named by `name`."""
+    seed = (name.encode().hex() + "0" * 64)[:64]
+    shape = Geometry(
+        num_layers=layers,
+        num_attention_heads=heads,
+        num_kv_heads=heads,
+        head_dim=8,
+        hidden_size=16,
+        k_norm=False,
+    )
+    return ModelIdentity(
+        name=name,
+        revision=f"fingerprint:{seed}",
+        architecture="test",
+        dtype="float32",
+        geometry=shape,
+        rope=ROPE,
+        tokenizer="0" * 64,
+        chat_template=None,
+    )
+
+
+SMALL, LARGE = identity("org/small", 3, 1), identity("org/large", 2, 2)
+
+
+def native_rows(model: ModelIdentity, tokens: list[int], positions: range) -> torch.Tensor:
+    """What `model` computes for `tokens` at `positions`: `[layers, 2, tokens, heads, 8]`."""
+    g = model.geometry
+    where = torch.tensor(list(positions), dtype=torch.float64)[None, None, :, None, None]
+    what = torch.tensor(tokens, dtype=torch.float64)[None, None, :, None, None]
+    layer = torch.arange(g.num_layers, dtype=torch.float64)[:, None, None, None, None]
+    side = torch.arange(2, dtype=torch.float64)[None, :, None, None, None]
+    unit = torch.arange(g.features, dtype=torch.float64).view(1, 1, 1, g.num_kv_heads, g.head_dim)
+    phase = len(model.name) + 1.7 * layer + 0.9 * side + 0.31 * unit
+    return torch.sin(phase + 0.013 * what + 0.0071 * where * (1 + unit)).float()
+
+
+def mapper_between(source: ModelIdentity, target: ModelIdentity, *, exact_prefix: int = 0) -> RidgeMapper:
+    """A real ridge mapper with random weights, all source layers into each target layer."""
+    layers = source.geometry.num_layers
+    manifest = Manifest(
+        kvhub_version="test",
+        family="ridge",
+        support="full",
+        source=source,
+        target=target,
+        k=layers,
+        regularization=1e-3,
+        regularization_convention="relative-mean-diagonal",
+        objective="test",
+        source_layers=[list(range(layers))] * target.geometry.num_layers,
+        exact_prefix=exact_prefix,
+        weights_dtype="float32",
+        calibration=Calibration(
+            dataset="test", revision=None, sequences=1, length=1, stride=1, tokens=1, rows=1, digest="0" * 64
+        ),
+        fit_scores=FitScores(rows=1, r2_key=[0.0], r2_value=[0.0]),
+        created="2026-01-01T00:00:00+00:00",
+        files=[],
+    )
+    generator = torch.Generator().manual_seed(7)
+    tensors = {}
+    for layer in range(target.geometry.num_layers):
+        for side in ("k", "v"):
+            rows, columns = source.geometry.num_layers * source.geometry.features, target.geometry.features
+            tensors[f"layers.{layer}.{side}.weight"] = torch.randn(rows, columns, generator=generator) / rows
+            tensors[f"layers.{layer}.{side}.bias"] = torch.randn(
+                target.geometry.num_kv_heads, 8, generator=generator
+            )
+    return RidgeMapper(manifest, tensors)
+
+
+def mapped_rows(mapper: Any, source_rows: torch.Tensor, positions: range) -> torch.Tensor:
+    """The reference: `map_layer` over whole rows, `[target layers, 2, tokens, heads, 8]`."""
+    source = SourceRows(
+        list(source_rows[:, 0]),
+        list(source_rows[:, 1]),
+        torch.tensor(list(positions)),
+        mapper.manifest.source.rope,
+    )
+    layers = range(mapper.manifest.target.geometry.num_layers)
+    return torch.stack([torch.stack(mapper.map_layer(layer, source)) for layer in layers])
+
+
+@dataclass
+class Running:
+    """A request that holds its row."""
+
+    req: Req
+    device: int
+    promised: int
+    loaded: int
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return self.req.customized_info[META_KEY][0]  # type: ignore[no-any-return]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and answer."""
+        return [*self.req.origin_input_ids, *self.req.output_ids]
+
+
+class Engine:
+    """One server's cache. Every step checks that no slot is lost or counted twice."""
+
+    def __init__(
+        self,
+        model: ModelIdentity,
+        root: Path,
+        mappers: tuple[RidgeMapper, ...] = (),
+        *,
+        page_size: int = 1,
+        slots: int = 2048,
+        draft: bool = True,
+        start: bool = True,
+        **settings: Any,
+    ) -> None:
+        set_global_server_args_for_scheduler(
+            ServerArgs(model_path="dummy", page_size=page_size, device="cpu")
+        )
+        torch.set_num_threads(1)
+        self.model, self.page_size, self.capacity = model, page_size, slots
+        g = model.geometry
+        self.rows = ReqToTokenPool(size=16, max_context_len=4096, device="cpu", enable_memory_saver=False)
+        self.kv = MHATokenToKVPool(
+            size=slots,
+            page_size=page_size,
+            dtype=torch.float32,
+            head_num=g.num_kv_heads,
+            head_dim=g.head_dim,
+            layer_num=g.num_layers,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        common = {
+            "size": slots,
+            "dtype": torch.float32,
+            "device": "cpu",
+            "kvcache": self.kv,
+            "need_sort": False,
+        }
+        self.allocator = (
+            TokenToKVPoolAllocator(**common)
+            if page_size == 1
+            else PagedTokenToKVPoolAllocator(page_size=page_size, **common)
+        )
+        self.cache = KvhubRadixCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=self.rows,
+                token_to_kv_pool_allocator=self.allocator,
+                page_size=page_size,
+                tree_components=(ComponentType.FULL,),
+            )
+        )
+        self.free_at_start = self.allocator.available_size()
+        self.serving = Serving(
+            settings=ServingSettings(exchange=str(root), **settings),
+            identity=model,
+            candidates=tuple(Candidate(m, m.manifest.digest, m.manifest.source, draft) for m in mappers),
+            exchange=DirectoryExchange(root),
+            page_size=page_size,
+            metrics=Metrics(False),
+        )
+        if start:
+            self.cache.serve(self.serving)
+        self._ids = itertools.count()
+
+    # ---- the scheduler's steps
+
+    def request(
+        self,
+        tokens: list[int],
+        *,
+        ask: dict[str, Any] | None = None,
+        salt: str | None = None,
+        new_tokens: int = 4,
+    ) -> Req:
+        params = SamplingParams(max_new_tokens=new_tokens, custom_params={"kvhub": ask} if ask else None)
+        req = Req(f"r{next(self._ids)}", "", array("q", tokens), params)
+        req.cache_salt = salt
+        return req
+
+    def admit(self, req: Req, chunk: int | None = None) -> Running:
+        """Match, load, allocate a row and prefill the first chunk (all of it by default)."""
+        tokens = list(req.origin_input_ids) + list(req.output_ids)
+        req.refresh_fill_ids()
+        match_kv_cache(req, self.cache, req.full_untruncated_fill_ids, max_prefix_len=len(tokens) - 1)
+        req.kv.cache_protected_len = req.prefix_len
+        device, promised = req.prefix_len, req.host_hit_length
+        if promised:
+            lock = self.cache.lock(req.best_match_node)
+            loaded = self.cache.init_load_back(
+                InitLoadBackParams(best_match_node=req.best_match_node, host_hit_length=promised, req=req)
+            )
+            self.cache.unlock(lock)
+            assert loaded is not None
+            req.host_loaded_length, req.last_node = loaded
+            assert req.host_loaded_length in (0, promised)  # anything else ends SGLang's scheduler
+            req.prefix_len += req.host_loaded_length
+            if self.cache.load_back_is_cache_owned():
+                req.kv.cache_protected_len = req.prefix_len
+        req.lock = self.cache.lock(req.last_node)
+        prefix = (
+            self.cache.prefix_device_indices(req) if req.prefix_len else torch.empty(0, dtype=torch.int64)
+        )
+        req.kv.req_pool_idx = self.rows.alloc([req])[0]
+        self.rows.write((req.kv.req_pool_idx, slice(0, req.prefix_len)), prefix.to(torch.int32))
+        self._compute(req, tokens, req.prefix_len, min(len(tokens), req.prefix_len + (chunk or len(tokens))))
+        return Running(req, device, promised, req.host_loaded_length if promised else 0)
+
+    def extend(self, running: Running, chunk: int) -> None:
+        """Prefill the next chunk of a chunked request, after the checkpoint SGLang makes."""
+        req = running.req
+        checkpoint_kv_cache(req, self.cache)
+        tokens = list(req.origin_input_ids) + list(req.output_ids)
+        self._compute(req, tokens, req.prefix_len, min(len(tokens), req.prefix_len + chunk))
+
+    def decode(self, running: Running, count: int) -> None:
+        """Generate `count` tokens, each a fixed function of the one before."""
+        req = running.req
+        if not req.output_ids:
+            checkpoint_kv_cache(req, self.cache)
+        for _ in range(count):
+            tokens = list(req.origin_input_ids) + list(req.output_ids)
+            if req.output_ids:
+                self._compute(req, tokens, len(tokens) - 1, len(tokens))
+            req.output_ids.append((tokens[-1] * 7 + 1) % 1000)
+
+    def finish(self, running: Running) -> None:
+        req = running.req
+        req.finished_reason, req.finished_len = FINISH_LENGTH(1), len(req.output_ids)
+        release_kv_cache(req, self.cache, checkpoint=True)
+        self.check()
+
+    def drop(self, running: Running) -> None:
+        """Abort or retract: release without a checkpoint."""
+        release_kv_cache(running.req, self.cache, checkpoint=False)
+        self.check()
+
+    def run(self, tokens: list[int], count: int = 1, **kwargs: Any) -> Running:
+        """A whole request, its prompt's rows kept in `row` before it is released."""
+        running = self.admit(self.request(tokens, **kwargs))
+        self.decode(running, count)
+        self.finish(running)
+        return running
+
+    # ---- what the tests look at
+
+    def row(self, running: Running, stop: int) -> torch.Tensor:
+        """Rows of the first `stop` tokens: `[layers, 2, stop, heads, 8]`."""
+        slots = self.rows.req_to_token[running.req.kv.req_pool_idx, :stop].long()
+        return torch.stack(
+            [
+                torch.stack((k[slots], v[slots]))
+                for k, v in zip(self.kv.k_buffer, self.kv.v_buffer, strict=True)
+            ]
+        )
+
+    def check(self) -> None:
+        """free + evictable + protected = the pool, with no request holding a row."""
+        held = self.cache.evictable_size() + self.cache.protected_size()
+        assert self.allocator.available_size() + held == self.free_at_start
+
+    def empty(self) -> None:
+        """Evict everything; every slot must come back, each once."""
+        self.cache.evict(EvictParams(num_tokens=10**6))
+        assert self.cache.protected_size() == 0
+        assert self.allocator.available_size() == self.free_at_start
+        slots = self.allocator.alloc(self.free_at_start)
+        assert slots is not None and slots.unique().numel() == self.free_at_start
+        self.allocator.free(slots)
+
+    def _compute(self, req: Req, tokens: list[int], start: int, stop: int) -> None:
+        """The forward: native rows for `[start, stop)` into new slots."""
+        allocated = req.kv.kv_allocated_len or start
+        need = -(-stop // self.page_size) * self.page_size - -(-allocated // self.page_size) * self.page_size
+        row = self.rows.req_to_token[req.kv.req_pool_idx]
+        if need > 0:
+            if self.allocator.available_size() < need:
+                self.cache.evict(EvictParams(num_tokens=need))
+            fresh = self.allocator.alloc(need)
+            assert fresh is not None
+            first = -(-allocated // self.page_size) * self.page_size
+            row[first : first + need] = fresh.to(torch.int32)
+        slots = row[start:stop].long()
+        rows = native_rows(self.model, tokens[start:stop], range(start, stop))
+        for layer in range(self.model.geometry.num_layers):
+            self.kv.k_buffer[layer][slots] = rows[layer, 0]
+            self.kv.v_buffer[layer][slots] = rows[layer, 1]
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = stop
+        req.extend_end = stop
