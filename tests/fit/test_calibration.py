@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.prose import documents, write_text
+from support.tiny import make_tokenizer
+
+from kvhub.errors import BadInput
+from kvhub.fit.calibration import calibration_set, load_corpora, row_positions
+from kvhub.fit.text import token_digest, windows
+
+
+@pytest.mark.parametrize(
+    ("stride", "exact", "expected"),
+    [(4, 0, [0, 4, 8]), (4, 1, [4, 8]), (4, 4, [4, 8]), (4, 5, [8]), (1, 7, [7, 8, 9]), (3, 9, [9])],
+)
+def test_row_positions(stride: int, exact: int, expected: list[int]) -> None:
+    assert list(row_positions(10, stride, exact)) == expected
+
+
+def test_domains_are_sampled_evenly_and_a_short_one_is_made_up_for(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(320)
+    paths = [
+        write_text(tmp_path / "a.txt", 300, seed=1),
+        write_text(tmp_path / "b.txt", 25, words=30, seed=2),
+        write_text(tmp_path / "c.txt", 300, seed=3),
+    ]
+    corpora = load_corpora(paths)
+    cut = calibration_set(corpora, tokenizer, sequences=180, length=64)
+    assert cut.fit.shape == (180, 64)
+    every = [{tuple(w) for w in windows(c.calibration, tokenizer, length=64).tolist()} for c in corpora]
+    drawn = [sum(tuple(w) in side for w in cut.fit.tolist()) for side in every]
+    assert drawn[1] == len(every[1]) < 60 and abs(drawn[0] - drawn[2]) <= 1 and sum(drawn) == 180
+
+
+def test_the_sides_share_no_document(tmp_path: Path) -> None:
+    shared = documents(100, seed=4)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(shared + documents(50, seed=ord(name))))
+    (tmp_path / "sub").mkdir()
+    again = write_text(tmp_path / "sub" / "a.txt", 50, seed=9)
+    corpora = load_corpora([tmp_path / "a.txt", tmp_path / "b.txt", again])
+    assert [c.name for c in corpora] == ["a", "b", "a~2"]
+    calibration = {d for c in corpora for d in c.calibration}
+    assert not calibration.intersection(d for c in corpora for d in c.held_out)
+    assert all(c.held_out for c in corpora)
+
+
+def test_the_same_text_gives_the_same_set_and_another_seed_another(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(320)
+    path = write_text(tmp_path / "a.txt")
+    sets = [
+        calibration_set(load_corpora([path], seed=seed), tokenizer, sequences=20, length=32)
+        for seed in (0, 0, 1)
+    ]
+    described = [s.describe(2, 4) for s in sets]
+    assert described[0] == described[1] and described[0].digest != described[2].digest
+    assert described[0].digest == token_digest([sets[0].fit])
+    assert (described[0].rows, described[0].tokens) == (20 * 14, 20 * 32)
+    assert described[0].dataset.startswith("a@")
+
+
+def test_short_text_is_refused(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(320)
+    corpora = load_corpora([write_text(tmp_path / "a.txt", 30, words=5)])
+    with pytest.raises(BadInput, match="held-out side of the text is shorter than one window of 200"):
+        calibration_set(corpora, tokenizer, sequences=5, length=200)
+    with pytest.raises(BadInput, match="calibration side"):
+        calibration_set(corpora, tokenizer, sequences=5, length=20_000)
