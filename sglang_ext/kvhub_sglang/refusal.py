@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -28,12 +27,13 @@ class Code(StrEnum):
     INTERNAL = "internal"  # an unexpected error inside kvhub
 
 
-@dataclass(frozen=True)
 class Refusal(Exception):
     """A handoff that does not take place. The request is prefilled."""
 
-    code: Code
-    reason: str
+    def __init__(self, code: Code, reason: str) -> None:
+        super().__init__(code, reason)
+        self.code = code
+        self.reason = reason
 
     def __str__(self) -> str:
         return f"{self.code}: {self.reason}"

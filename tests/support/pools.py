@@ -132,7 +132,7 @@ def mapped_rows(mapper: Any, source_rows: torch.Tensor, positions: range) -> tor
     return torch.stack([torch.stack(mapper.map_layer(layer, source)) for layer in layers])
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
     """A request that holds its row."""
 
@@ -216,6 +216,7 @@ class Engine:
         if start:
             self.cache.serve(self.serving)
         self._ids = itertools.count()
+        self._running: list[Running] = []
 
     # ---- the scheduler's steps
 
@@ -258,7 +259,9 @@ class Engine:
         req.kv.req_pool_idx = self.rows.alloc([req])[0]
         self.rows.write((req.kv.req_pool_idx, slice(0, req.prefix_len)), prefix.to(torch.int32))
         self._compute(req, tokens, req.prefix_len, min(len(tokens), req.prefix_len + (chunk or len(tokens))))
-        return Running(req, device, promised, req.host_loaded_length if promised else 0)
+        self._running.append(Running(req, device, promised, req.host_loaded_length if promised else 0))
+        self.check()
+        return self._running[-1]
 
     def extend(self, running: Running, chunk: int) -> None:
         """Prefill the next chunk of a chunked request, after the checkpoint SGLang makes."""
@@ -282,11 +285,13 @@ class Engine:
         req = running.req
         req.finished_reason, req.finished_len = FINISH_LENGTH(1), len(req.output_ids)
         release_kv_cache(req, self.cache, checkpoint=True)
+        self._running.remove(running)
         self.check()
 
     def drop(self, running: Running) -> None:
         """Abort or retract: release without a checkpoint."""
         release_kv_cache(running.req, self.cache, checkpoint=False)
+        self._running.remove(running)
         self.check()
 
     def run(self, tokens: list[int], count: int = 1, **kwargs: Any) -> Running:
@@ -309,9 +314,14 @@ class Engine:
         )
 
     def check(self) -> None:
-        """free + evictable + protected = the pool, with no request holding a row."""
-        held = self.cache.evictable_size() + self.cache.protected_size()
-        assert self.allocator.available_size() + held == self.free_at_start
+        """free + evictable + protected + held by running requests alone = the pool."""
+        tree = self.cache.evictable_size() + self.cache.protected_size()
+        private = 0
+        for running in self._running:
+            kv = running.req.kv
+            pages = -(-kv.kv_allocated_len // self.page_size) * self.page_size
+            private += pages - kv.cache_protected_len
+        assert self.allocator.available_size() + tree + private == self.free_at_start
 
     def empty(self) -> None:
         """Evict everything; every slot must come back, each once."""
