@@ -193,3 +193,16 @@ def test_wrong_documents_are_a_derangement_far_apart(count):
         for at, index in enumerate(order):
             apart = abs(index - order[at - 1])
             assert min(apart, count - apart) >= count // 3
+
+
+def test_a_model_that_misreads_an_injected_cache_is_refused(model, domains):
+    off = tiny(1)
+    forward = off.model.forward
+    off.model.forward = lambda position_ids, past_key_values, **given: forward(
+        position_ids=position_ids + (past_key_values.get_seq_length() > 0),  # one too far after any cache
+        past_key_values=past_key_values,
+        **given,
+    )
+    with pytest.raises(Incompatible, match="own cache, re-injected") as error:
+        evaluate(AffineMapper(model, off), model, off, domains, SETTINGS)
+    assert error.value.code == "injection"
