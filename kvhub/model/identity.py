@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from functools import cached_property
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -99,7 +98,7 @@ class ModelIdentity(Record):
             raise ValueError("RoPE cannot be wider than a head")
         return self
 
-    @cached_property
+    @property  # not cached: model_copy would carry the old digest to changed fields
     def digest(self) -> str:
         """sha256 of the identity, hex."""
         value = self.model_dump(mode="json", exclude={"name", "chat_template"})

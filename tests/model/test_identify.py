@@ -216,3 +216,8 @@ def test_a_cast_model_is_refused(tmp_path):
     assert caught.value.code == "rope_live"
     proper = load_model(loaded.path, torch.bfloat16)
     assert proper.identity.dtype == "bfloat16"
+
+
+def test_a_changed_copy_has_its_own_digest(tmp_path):
+    one = identify(make_tiny(tmp_path / "m"), dtype="float32")
+    assert one.digest != one.model_copy(update={"revision": "commit:" + "1" * 40}).digest
