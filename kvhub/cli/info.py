@@ -12,7 +12,7 @@ from kvhub.cli import output
 from kvhub.cli.list import record
 from kvhub.cli.output import Column
 from kvhub.errors import KvhubError
-from kvhub_registry import MapperRow, ModelRecord
+from kvhub_registry import MapperRow, ModelRecord, ScoreRecord
 
 if TYPE_CHECKING:
     from kvhub.artifact.manifest import Manifest
@@ -55,7 +55,7 @@ def command(mapper: str, form: str) -> None:
         _gate(evidence)
     if row.scores:
         click.echo()
-        output.table(SCORES, [cells for cells in map(_score, row.scores)])
+        output.table(SCORES, [_score(score) for score in row.scores])
 
 
 def _files(row: MapperRow) -> tuple[Manifest | None, Evidence | None, str | None]:
@@ -123,10 +123,7 @@ def _gate(evidence: Evidence) -> None:
         click.echo(f"  {mark} {output.clean(line)}")
 
 
-def _score(score: object) -> dict[str, str]:
-    from kvhub_registry import ScoreRecord
-
-    assert isinstance(score, ScoreRecord)
+def _score(score: ScoreRecord) -> dict[str, str]:
     interval = "-" if score.domain == FIT_DOMAIN else f"{score.low:.4f} .. {score.high:.4f}"
     return {
         "domain": output.clean(score.domain),

@@ -1,0 +1,46 @@
+"""`kvhub push`: publish a mapper."""
+
+from __future__ import annotations
+
+import click
+
+from kvhub.cli import output
+
+
+@click.command()
+@click.argument("mapper")
+@click.argument("repository", metavar="ORG/NAME")
+@click.option("--private", is_flag=True, help="Create the repository private.")
+@click.option("--tag", metavar="TAG", help="Name this version (v1); a tag never moves.")
+@click.option("--message", "-m", help="Title of the commit.")
+@click.option("--license", "licence", metavar="ID", help="Licence of the mapper, for its card (apache-2.0).")
+@click.option("--allow-unevaluated", is_flag=True, help="Publish without evidence; the card says so.")
+def command(
+    mapper: str,
+    repository: str,
+    private: bool,
+    tag: str | None,
+    message: str | None,
+    licence: str | None,
+    allow_unevaluated: bool,
+) -> None:
+    """Publish MAPPER as the Hub repository ORG/NAME, with a card generated from its scores.
+
+    Needs a token with write access: HF_TOKEN, or `hf auth login`.
+    """
+    from kvhub.catalog import directory_of
+    from kvhub.hub.push import push
+
+    pushed = push(
+        directory_of(mapper),
+        repository,
+        private=private,
+        tag=tag,
+        message=message,
+        licence=licence,
+        allow_unevaluated=allow_unevaluated,
+    )
+    version = f" ({pushed.tag})" if pushed.tag else ""
+    click.echo(output.clean(f"{pushed.repo_id}@{pushed.commit}{version}  {pushed.manifest.digest}"))
+    if licence is None:
+        output.note("the card declares no licence; --license sets one, after a look at those of both models")

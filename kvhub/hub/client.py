@@ -1,0 +1,165 @@
+"""The Hub client: one API object, bounded retries, and its errors in our words.
+
+The client is `huggingface_hub` 1.x or 2.x, whose transports differ (httpx,
+httpx2): nothing here names one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from kvhub import __version__
+from kvhub.errors import AccessDenied, BadInput, Corrupt, KvhubError, NotFound, Unreachable
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+Answer = TypeVar("Answer")
+
+ATTEMPTS = 4
+LONGEST_WAIT = 60.0
+"""Seconds; a longer Retry-After is not waited for."""
+LOGIN = "set HF_TOKEN or run `hf auth login`"
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,254}")
+
+
+def api() -> HfApi:
+    """The client, naming kvhub in its user agent; HF_ENDPOINT as it is now, not as it was at import."""
+    from huggingface_hub import HfApi
+
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    return HfApi(endpoint=endpoint, library_name="kvhub", library_version=__version__)
+
+
+def split(reference: str) -> tuple[str, str | None]:
+    """`org/name[@revision]` as repository and revision. Errors: `BadInput`."""
+    repo_id, separator, revision = reference.partition("@")
+    if not _REPOSITORY.fullmatch(repo_id) or ".." in repo_id or "--" in repo_id:
+        raise BadInput(f"{reference!r} is not a Hub repository", "write org/name, or org/name@revision")
+    if separator and not _REVISION.fullmatch(revision):
+        raise BadInput(f"{revision!r} is not a revision", "a branch, a tag or a commit")
+    return repo_id, revision if separator else None
+
+
+def ask(
+    what: str,
+    call: Callable[[], Answer],
+    *,
+    revision: str | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Answer:
+    """Call the client, retrying 429, 5xx and lost connections a few times; anything else is final.
+
+    what: the repository, for messages. Retry-After is honoured up to
+    `LONGEST_WAIT`. Errors: `NotFound`, `AccessDenied`, `Unreachable`,
+    `Corrupt`, `BadInput`, `KvhubError`.
+    """
+    for attempt in range(ATTEMPTS):
+        try:
+            return call()
+        except KvhubError:
+            raise
+        except Exception as error:
+            wait = _wait(error, attempt)
+            if wait is None or attempt == ATTEMPTS - 1:
+                raise explain(error, what, revision) from error
+            sleep(wait)
+    raise AssertionError("unreachable")
+
+
+def explain(error: Exception, what: str, revision: str | None = None) -> KvhubError:
+    """One of our errors for one of the client's."""
+    from huggingface_hub import errors as hub
+
+    if isinstance(error, hub.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # "cannot find it locally": the reason is underneath
+    if isinstance(error, hub.HFValidationError):
+        return BadInput(f"{what!r} is not a Hub repository", "write org/name")
+    if isinstance(error, hub.OfflineModeIsEnabled):
+        return Unreachable("the Hub client is offline", "unset HF_HUB_OFFLINE")
+    if isinstance(error, hub.GatedRepoError):
+        return AccessDenied(f"{what} is gated", f"ask for access on its page, then {LOGIN}")
+    if isinstance(error, hub.RevisionNotFoundError):
+        return NotFound(f"{what} has no revision {revision!r}", "a branch, a tag or a commit")
+    if isinstance(error, hub.RepositoryNotFoundError):
+        return NotFound(
+            f"there is no repository {what} that you may see", f"check the name; if it is private, {LOGIN}"
+        )
+    if isinstance(error, hub.RemoteEntryNotFoundError):
+        return NotFound(f"a file of {what} is not on the Hub")
+    status = _status(error)
+    if status is not None:
+        return _by_status(status, what, getattr(error, "server_message", None))
+    if "Consistency check failed" in str(error):
+        return Corrupt(f"a file of {what} arrived with another length than the Hub announced", "try again")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return KvhubError(
+            "the disk is full", "make room, or set KVHUB_HOME to another disk; nothing was kept"
+        )
+    if isinstance(error, PermissionError):
+        return AccessDenied(f"may not write {error.filename}", "set KVHUB_HOME to a directory of yours")
+    if "xet" in str(error).lower():
+        return Unreachable(
+            f"the Hub's xet storage does not answer for {what}", "try again with HF_HUB_DISABLE_XET=1"
+        )
+    if _is_transport(error):
+        return Unreachable(f"cannot reach the Hub for {what}", "check the network and HF_ENDPOINT")
+    return KvhubError(
+        f"the Hub client failed for {what}: {type(error).__name__}: {str(error).splitlines()[0:1]}"
+    )
+
+
+def _by_status(status: int, what: str, said: str | None) -> KvhubError:
+    detail = f": {said.splitlines()[0]}" if said else ""
+    if status == 401:
+        return AccessDenied(f"the Hub does not accept the token for {what}", LOGIN)
+    if status == 403:
+        return AccessDenied(
+            f"the Hub forbids this on {what}{detail}", "use a token with the right to write there"
+        )
+    if status == 404:
+        return NotFound(f"{what} is not on the Hub")
+    if status in (409, 412):
+        return KvhubError(f"{what} changed on the Hub in the meantime", "run the command again")
+    if status == 429 or status >= 500:
+        return Unreachable(f"the Hub answers {status} for {what}", "try again later")
+    return KvhubError(f"the Hub refuses this on {what} ({status}){detail}")
+
+
+def _wait(error: Exception, attempt: int) -> float | None:
+    """Seconds until the next attempt, None where another would be pointless."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    status = _status(error)
+    if status is None:
+        lost = _is_transport(error) and not isinstance(error, OfflineModeIsEnabled)
+        return 2.0**attempt * random.uniform(0.5, 1.0) if lost else None
+    if status != 429 and status < 500:
+        return None
+    response = getattr(error, "response", None)
+    asked = str(getattr(response, "headers", {}).get("Retry-After", ""))
+    if asked.isdigit():
+        return float(asked) if float(asked) <= LONGEST_WAIT else None
+    return 2.0**attempt * random.uniform(0.5, 1.0)
+
+
+def _status(error: Exception) -> int | None:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _is_transport(error: Exception) -> bool:
+    # HTTPError is that of the transport in use.
+    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError  # type: ignore[attr-defined]
+
+    # LocalEntryNotFoundError comes after the client's own retries, so it is not a lost connection to us.
+    known = (HTTPError, ConnectionError, TimeoutError)
+    return isinstance(error, known) and not isinstance(error, LocalEntryNotFoundError)
