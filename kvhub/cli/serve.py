@@ -75,6 +75,7 @@ def command(
     content = launch.settings(
         path,
         mappers,
+        lineage=_lineage(mappers, max_hops, allow_draft),
         exchange=(exchange or _default_exchange(home)).expanduser().absolute(),
         exchange_max_bytes=int(exchange_gib * 2**30),
         max_hops=max_hops,
@@ -149,6 +150,21 @@ def _choose(
             raise BadInput(f"two mappers from {row.source.name}", "name one of them with --mapper")
         chosen[row.digest] = row
     return list(chosen.values())
+
+
+def _lineage(mappers: list[MapperRow], max_hops: int, allow_draft: bool) -> list[str]:
+    """Digests of registered mappers that may lie under the sources' own rows (max_hops > 1)."""
+    from kvhub.catalog import open_registry
+    from kvhub_registry.records import State
+
+    if max_hops == 1 or not mappers:
+        return []
+    allowed = {State.READY, State.DRAFT} if allow_draft else {State.READY}
+    sources = {row.source.digest for row in mappers}
+    with open_registry() as registry:
+        return sorted(
+            row.digest for row in registry.list() if row.target.digest in sources and row.state in allowed
+        )
 
 
 def _dtype(rows: list[tuple[str, list[MapperRow]]], path: Path, config: dict[str, object]) -> str:

@@ -32,6 +32,7 @@ def settings(
     model_path: Path,
     mappers: Sequence[MapperRow],
     *,
+    lineage: Sequence[str] = (),
     exchange: Path,
     exchange_max_bytes: int,
     max_hops: int,
@@ -39,7 +40,10 @@ def settings(
     reuse: str,
     allow_draft: bool,
 ) -> dict[str, Any]:
-    """The content of the settings file, as the extension in the server reads it."""
+    """The content of the settings file, as the extension in the server reads it.
+
+    lineage: digests of mappers that other servers may have applied before (max_hops > 1).
+    """
     return {
         "exchange": str(exchange),
         "exchange_max_bytes": exchange_max_bytes,
@@ -52,6 +56,7 @@ def settings(
             }
             for row in mappers
         ],
+        "lineage_mappers": list(lineage),
         "max_hops": max_hops,
         "min_span": min_span,
         "reuse": reuse,

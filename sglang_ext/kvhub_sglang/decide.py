@@ -119,8 +119,11 @@ class Decision:
                 if header is None:
                     continue
                 lineage = header.lineage.then(candidate.digest)
-                if lineage.hops > max_hops or not set(lineage.mappers) <= allowed:
-                    refusal = Refusal(Code.HOPS, f"block {index} has {header.lineage.hops} mappers under it")
+                if lineage.hops > max_hops:
+                    refusal = Refusal(Code.HOPS, f"block {index} would have {lineage.hops} mappers under it")
+                    continue
+                if not set(lineage.mappers) <= allowed:
+                    refusal = Refusal(Code.HOPS, f"block {index} has a mapper under it that is not allowed")
                     continue
                 if best is None or lineage.hops < best.lineage.hops:
                     best = BlockSource(key, candidate, lineage)
