@@ -6,9 +6,12 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvhub.errors import AccessDenied, Corrupt, NotFound
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 def read_bounded(path: Path, *, limit: int, follow_symlinks: bool = False) -> bytes:
@@ -46,6 +49,18 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Corrupt(f"{what}: not a JSON object")
     return value
+
+
+def shown(text: object, limit: int = 160) -> str:
+    """`text` for a one-line message: what is not printable (newlines, terminal escapes) becomes `?`."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(text)[:limit])
+
+
+def first_fault(error: ValidationError) -> str:
+    """Where and what the first fault of a record is, in one line without the input itself."""
+    fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(shown(part, 40) for part in fault["loc"])
+    return f"{where}: {shown(fault['msg'])}" if where else shown(fault["msg"])
 
 
 class _Duplicate(Exception):

@@ -12,7 +12,7 @@ from kvhub.artifact.layout import EVIDENCE, EVIDENCE_LIMIT
 from kvhub.artifact.manifest import Manifest
 from kvhub.errors import AccessDenied, Corrupt, Incompatible, KvhubError, NotFound
 from kvhub.evaluation.evidence import Evidence
-from kvhub.strict_json import parse_object, read_bounded
+from kvhub.strict_json import first_fault, parse_object, read_bounded
 
 
 def read_evidence(directory: Path, manifest: Manifest) -> Evidence | None:
@@ -31,9 +31,7 @@ def read_evidence(directory: Path, manifest: Manifest) -> Evidence | None:
     try:
         evidence = Evidence.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part)[:40] for part in first["loc"])
-        raise Corrupt(f"{EVIDENCE}: {where}: {first['msg'][:160]}") from None
+        raise Corrupt(f"{EVIDENCE}: {first_fault(error)}") from None
     if evidence.mapper != manifest.digest:
         raise Corrupt(f"{EVIDENCE} belongs to another mapper ({evidence.mapper[:12]})")
     return evidence

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from datetime import datetime
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvhub.model.identity import ModelIdentity, Record, Sha256, canonical_json
+from kvhub.model.identity import ModelIdentity, Record, Sha256, Text, canonical_json
 
 SCHEMA_VERSION = 1
 
@@ -25,8 +26,8 @@ class FileEntry(Record):
 class Calibration(Record):
     """The text a mapper was fitted on."""
 
-    dataset: str
-    revision: str | None
+    dataset: Text
+    revision: Text | None
     sequences: int = Field(ge=1)
     length: int = Field(ge=1)
     stride: int = Field(ge=1)
@@ -52,10 +53,13 @@ class Manifest(Record):
     `regularization` is relative: lambda = value * mean(diag(Gram)); with
     `regularization_convention = "absolute-mean"` it is `Gram/N + value * I`
     (arXiv 2608.03893, eq. 4, read per token).
+
+    The bytes are the identity, so a field added to schema 1 must be left out of
+    `to_bytes` at its default, or every older mapper would change its digest.
     """
 
     schema_version: Literal[1] = 1
-    kvhub_version: str
+    kvhub_version: Text
     family: str = Field(pattern=r"^[a-z][a-z0-9-]{0,31}$")
     support: Literal["full", "head-local"]
     source: ModelIdentity
@@ -63,7 +67,7 @@ class Manifest(Record):
     k: int = Field(ge=1)
     regularization: float = Field(ge=0)
     regularization_convention: Literal["relative-mean-diagonal", "absolute-mean"]
-    objective: str
+    objective: Text
     source_layers: list[list[int]]
     """`source_layers[target_layer]`: the k source layers it is mapped from, ascending."""
     exact_prefix: int = Field(ge=0, le=65536)
@@ -72,7 +76,7 @@ class Manifest(Record):
     """Of the weights; biases are always float32 (they are few, and may be a hundred times a row's spread)."""
     calibration: Calibration
     fit_scores: FitScores
-    created: str
+    created: str = Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00:00)$")
     """ISO 8601, UTC."""
     files: list[FileEntry]
 
@@ -86,6 +90,7 @@ class Manifest(Record):
                 raise ValueError("each target layer needs k ascending, distinct source layers")
             if chosen[0] < 0 or chosen[-1] >= layers:
                 raise ValueError("a source layer is out of range")
+        datetime.fromisoformat(self.created)  # ValueError: the 30th of February
         names = [entry.name.casefold() for entry in self.files]
         if len(set(names)) != len(names):
             raise ValueError("a file is listed twice")

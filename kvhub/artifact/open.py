@@ -10,6 +10,7 @@ from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.tensors import Shape, expected_tensors
 from kvhub.errors import Corrupt
 from kvhub.model.headers import read_header
+from kvhub.strict_json import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +50,7 @@ def _checked_names(path: Path, expected: dict[str, Shape], dtype: str) -> list[s
         if tensor.shape != expected[name]:
             raise Corrupt(f"{path.name}: {name!r} is {list(tensor.shape)}, not {list(expected[name])}")
         if tensor.dtype != _STORED[dtype]:
-            raise Corrupt(f"{path.name}: {name!r} is {tensor.dtype[:16]}, the manifest says {dtype}")
+            raise Corrupt(f"{path.name}: {name!r} is {tensor.dtype[:16]!r}, the manifest says {dtype}")
     return list(header)
 
 
@@ -64,7 +65,7 @@ def _read(path: Path, names: list[str]) -> dict[str, Tensor]:
                 # A copy: a file truncated under a mapping would end the process (SIGBUS).
                 tensors[name] = file.get_tensor(name).clone()
     except (SafetensorError, OSError) as error:
-        raise Corrupt(f"{path.name} cannot be read: {str(error)[:160]}") from None
+        raise Corrupt(f"{path.name} cannot be read: {shown(error)}") from None
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise Corrupt(f"{path.name}: {name!r} has NaN or infinite values")

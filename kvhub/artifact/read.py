@@ -22,7 +22,7 @@ from kvhub.artifact.listing import check_listing, weight_shards
 from kvhub.artifact.manifest import SCHEMA_VERSION, FileEntry, Manifest
 from kvhub.artifact.open import open_tensors
 from kvhub.errors import AccessDenied, Corrupt, Incompatible, NotFound
-from kvhub.strict_json import parse_object, read_bounded
+from kvhub.strict_json import first_fault, parse_object, read_bounded
 
 __all__ = ["open_tensors", "read_manifest", "verify_artifact"]
 
@@ -53,9 +53,7 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part)[:40] for part in first["loc"]) or "manifest"
-        raise Corrupt(f"{MANIFEST}: {where}: {first['msg'][:160]}") from None
+        raise Corrupt(f"{MANIFEST}: {first_fault(error)}") from None
     if manifest.to_bytes() != data:
         raise Corrupt(f"{MANIFEST} is not in canonical form, its digest would not be its identity")
     check_listing(manifest)
@@ -88,10 +86,12 @@ def verify_artifact(directory: Path, *, deep: bool) -> Manifest:
 
 
 def _tree(path: Path) -> Iterator[Path]:
-    yield path
-    if path.is_dir() and not path.is_symlink():
-        for child in sorted(path.iterdir()):
-            yield from _tree(child)
+    pending = [path]  # a stack of our own: a hostile depth of directories must not exhaust Python's
+    while pending:
+        found = pending.pop()
+        yield found
+        if found.is_dir() and not found.is_symlink():
+            pending.extend(sorted(found.iterdir(), reverse=True))
 
 
 def _check_file(directory: Path, entry: FileEntry, *, deep: bool) -> None:

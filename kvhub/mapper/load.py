@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from kvhub.artifact.open import open_tensors
 from kvhub.artifact.read import verify_artifact
-from kvhub.errors import BadInput, Incompatible
+from kvhub.errors import BadInput, Corrupt, Incompatible, NotFound, Unreachable
 from kvhub.mapper.base import Mapper
 from kvhub.mapper.ridge import RidgeMapper
 
@@ -31,8 +32,10 @@ def load_mapper(path_or_repo: str | Path, *, revision: str | None = None) -> Map
     Every file's sha256 is checked, on every load: what computes caches is what was evaluated.
     Errors: `NotFound`, `Corrupt`, `Incompatible`, `AccessDenied`, `Unreachable`.
     """
-    directory = locate(path_or_repo, revision=revision)
+    directory, digest = _located(path_or_repo, revision)
     manifest = verify_artifact(directory, deep=True)
+    if digest is not None and manifest.digest != digest:
+        raise Corrupt(f"{directory} holds mapper {manifest.digest[:12]}, not the registered {digest[:12]}")
     family = FAMILIES.get(manifest.family)
     if family is None:
         raise Incompatible(f"unknown family {manifest.family!r}", "upgrade kvhub", code="family")
@@ -40,17 +43,38 @@ def load_mapper(path_or_repo: str | Path, *, revision: str | None = None) -> Map
 
 
 def locate(path_or_repo: str | Path, *, revision: str | None = None) -> Path:
-    """The artifact directory that `path_or_repo` names, pulled from the Hub where it must be."""
+    """The artifact directory that `path_or_repo` names, pulled from the Hub where it must be.
+
+    A repository that was pulled before is found without the Hub when the Hub cannot be reached and no
+    revision was asked for.
+    """
+    return _located(path_or_repo, revision)[0]
+
+
+def _located(path_or_repo: str | Path, revision: str | None) -> tuple[Path, str | None]:
+    """The directory, and the digest that the registry knows it by (None: a bare directory)."""
     local = Path(path_or_repo).expanduser()
     if local.is_dir():
         if revision is not None:
             raise BadInput(f"{path_or_repo} is a directory and has no revision")
-        return local.absolute()
+        return local.absolute(), None
     repository, separator, tag = str(path_or_repo).partition("@")
-    if _REPOSITORY.match(repository):
-        from kvhub.hub.pull import pull
+    if not _REPOSITORY.match(repository):
+        return _registered(str(path_or_repo))
+    from kvhub.hub.pull import pull
 
-        return pull(repository, tag if separator else revision)
+    revision = tag if separator else revision
+    try:
+        return pull(repository, revision), None
+    except Unreachable:
+        if revision is None:
+            with contextlib.suppress(NotFound, BadInput):
+                return _registered(repository)
+        raise
+
+
+def _registered(ref: str) -> tuple[Path, str]:
     from kvhub.catalog import find
 
-    return Path(find(str(path_or_repo)).path)
+    row = find(ref)
+    return Path(row.path), row.digest

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from kvhub.errors import BadInput, Incompatible, NotFound
-from kvhub.strict_json import parse_object, read_bounded
+from kvhub.strict_json import parse_object, read_bounded, shown
 
 CONFIG_LIMIT = 4 << 20
 
@@ -59,7 +59,7 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def _refuse(path: Path, raw: dict[str, Any]) -> None:
-    kind = str(raw.get("model_type"))[:64]
+    kind = shown(raw.get("model_type"), 64)
     if raw.get("kv_lora_rank"):
         raise Incompatible(f"{path}: multi-head latent attention ({kind}) is not supported", code="mla")
     layer_types = raw.get("layer_types") or []
@@ -74,7 +74,7 @@ def _refuse(path: Path, raw: dict[str, Any]) -> None:
     named = raw.get("architectures") or [ARCHITECTURES[kind].name]
     if named != [ARCHITECTURES[kind].name]:
         raise Incompatible(
-            f"{path}: architecture {str(named)[:80]} is not a plain {kind}", code="architecture"
+            f"{path}: architecture {shown(named, 80)} is not a plain {kind}", code="architecture"
         )
     quantization = raw.get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("kv_cache_scheme"):
@@ -103,7 +103,7 @@ def _standardise(path: Path) -> Any:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a bad config
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{path}: config.json cannot be used: {reason[:200]}") from error
+        raise BadInput(f"{path}: config.json cannot be used: {shown(reason)}") from error
     if getattr(config, "sliding_window", None) is not None or "sliding_attention" in (
         getattr(config, "layer_types", None) or []
     ):

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from kvhub.errors import BadInput, Incompatible
 from kvhub.model.headers import TensorHeader
 from kvhub.model.identity import Geometry
+from kvhub.strict_json import first_fault
 
 _ATTENTION = re.compile(r"^(?:model\.)?layers\.(\d+)\.self_attn\.(q_proj|k_proj|v_proj|k_norm)\.weight$")
 
@@ -46,7 +47,7 @@ def geometry(config: Any, tensors: Mapping[str, TensorHeader], where: str) -> Ge
             k_norm="k_norm" in shapes,
         )
     except ValidationError as error:
-        raise BadInput(f"{where}: config.json gives an impossible {error.errors()[0]['loc'][0]}") from None
+        raise BadInput(f"{where}: config.json: {first_fault(error)}") from None
 
 
 def _attention_shapes(tensors: Mapping[str, TensorHeader]) -> dict[str, dict[int, tuple[int, ...]]]:

@@ -13,6 +13,7 @@ from kvhub.model.identity import Dtype, Geometry, ModelIdentity, RopeSpec
 from kvhub.model.pair import check_pair
 from kvhub.model.rope import rope_spec, rope_spec_from_module, same_angles
 from kvhub.model.tokenizer import chat_template_digest, load_tokenizer, tokenizer_digest
+from kvhub.strict_json import shown
 
 __all__ = ["check_pair", "describe", "identify"]
 
@@ -36,7 +37,7 @@ def identify(
     tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
     snapshot = hub_snapshot(path)
     return ModelIdentity(
-        name=(name or (snapshot[0] if snapshot else path.name) or "model")[:256],
+        name=shown(name or (snapshot[0] if snapshot else path.name) or "model", 256),
         revision=weights_revision(path),
         architecture=architecture,
         dtype=cast(Dtype, dtype),

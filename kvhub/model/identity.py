@@ -14,6 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Revision = Annotated[str, Field(pattern=r"^(commit:[0-9a-f]{40}|fingerprint:[0-9a-f]{64})$")]
+Text = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=1024,
+        pattern="^[^\\x00-\\x1f\\x7f-\\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+$",
+    ),
+]
+"""A line for people: no control characters, terminal escapes or changes of writing direction."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -59,7 +68,7 @@ class RopeSpec(Record):
     numerically when a mapper is loaded.
     """
 
-    rope_type: str
+    rope_type: Text
     rotary_dim: int = Field(ge=2, le=1024)
     pairing: Literal["half", "interleaved"]
     """`half`: dimension i rotates with i + rotary_dim/2; `interleaved`: 2i with 2i + 1."""
@@ -81,9 +90,9 @@ class ModelIdentity(Record):
     `name` is a label for people and takes no part in `digest`.
     """
 
-    name: str = Field(min_length=1, max_length=256)
+    name: Text = Field(max_length=256)
     revision: Revision
-    architecture: str = Field(min_length=1, max_length=128)
+    architecture: Text = Field(max_length=128)
     dtype: Dtype
     geometry: Geometry
     rope: RopeSpec

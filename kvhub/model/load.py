@@ -13,6 +13,7 @@ from kvhub.model.identify import describe, identify
 from kvhub.model.identity import ModelIdentity
 from kvhub.model.resolve import resolve
 from kvhub.model.tokenizer import load_tokenizer
+from kvhub.strict_json import shown
 
 __all__ = ["LoadedModel", "load_model", "resolve"]
 
@@ -58,10 +59,12 @@ def _weights(path: Path, dtype: torch.dtype | None) -> Any:
             output_loading_info=True,
         )
     except SafetensorError as error:
-        raise Corrupt(f"{path}: the weights cannot be read: {error}", "download the model again") from None
+        raise Corrupt(
+            f"{path}: the weights cannot be read: {shown(error)}", "download the model again"
+        ) from None
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{path} cannot be loaded: {reason[:200]}") from error
+        raise BadInput(f"{path} cannot be loaded: {shown(reason)}") from error
     # transformers only warns and leaves random numbers where a weight is absent.
     if missing := report["missing_keys"]:
         raise Corrupt(f"{path}: the weights have no {min(missing)}", "download the model again")

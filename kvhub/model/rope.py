@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from kvhub.errors import BadInput, Incompatible
 from kvhub.model.config import ARCHITECTURES
 from kvhub.model.identity import RopeSpec
+from kvhub.strict_json import first_fault, shown
 from kvhub_kernels.rotary import RotaryTable
 
 
@@ -67,7 +69,7 @@ def rope_spec(config: Any) -> RopeSpec:
     try:
         frequencies, factor = variant.frequencies(config, head_dim)
     except (TypeError, KeyError, ArithmeticError, RuntimeError) as error:
-        raise BadInput(f"the RoPE parameters cannot be used: {error}") from None
+        raise BadInput(f"the RoPE parameters cannot be used: {shown(error)}") from None
     return _spec(config, parameters, frequencies, factor)
 
 
@@ -115,7 +117,7 @@ def _described(config: Any) -> tuple[dict[str, float | int], Variant]:
         raise Incompatible(
             f"RoPE of type {kind[:64]!r} is not supported",
             f"supported: {', '.join(sorted(VARIANTS))}",
-            code=f"rope_{kind[:64]}",
+            code="rope_" + re.sub(r"[^a-z0-9_]", "_", kind[:32].lower()),  # codes are metric labels
         )
     given = {key: value for key, value in given.items() if value is not None}
     if unknown := set(given) - set(variant.parameters):
@@ -145,4 +147,4 @@ def _spec(config: Any, parameters: dict[str, float | int], frequencies: Tensor, 
             max_position=config.max_position_embeddings,
         )
     except ValidationError as error:
-        raise BadInput(f"the RoPE parameters cannot be used: {error.errors()[0]['msg']}") from None
+        raise BadInput(f"the RoPE parameters cannot be used: {first_fault(error)}") from None

@@ -149,7 +149,7 @@ FORGERIES = {
     "transposed": (swap_shape, r"is \[16, 16\]|is \[\d+, \d+\], not"),
     "flattened": (reshape, "not"),
     "renamed": (rename, "does not belong"),
-    "float16": (swap_dtype, "is F16, the manifest says bfloat16"),
+    "float16": (swap_dtype, "is 'F16', the manifest says bfloat16"),
     "missing tensor": (lambda tensors: tensors.pop("layers.1.v.bias"), "geometry asks|is missing"),
     "extra tensor": (lambda tensors: tensors.update(x=torch.zeros(1)), "does not belong"),
 }
