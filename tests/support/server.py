@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,6 +66,11 @@ class Server:
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{path}: {error.code}: {error.read().decode(errors='replace')}") from None
 
+    def flush(self) -> None:
+        """Empty the server's own cache (`/flush_cache`)."""
+        request = urllib.request.Request(f"{self.url}/flush_cache", b"", method="POST")
+        urllib.request.urlopen(request, timeout=60).close()
+
     def get(self, path: str, *, timeout: float = 60) -> str:
         """GET, return the body as text (`/metrics`, `/health_generate`, ...)."""
         with urllib.request.urlopen(self.url + path, timeout=timeout) as response:
@@ -115,9 +119,18 @@ def sglang_server(
 
 @contextlib.contextmanager
 def running(
-    command: Sequence[str], environment: Mapping[str, str], *, port: int, log: Path | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    port: int,
+    log: Path | None = None,
+    cwd: Path | None = None,
+    wait: bool = True,
 ) -> Iterator[Server]:
-    """Run any command that ends up as an SGLang server on `port` (such as `kvhub serve`)."""
+    """Run any command that ends up as an SGLang server on `port` (such as `kvhub serve`).
+
+    wait: False yields at once, to start several; then call `Server.wait`.
+    """
     with contextlib.ExitStack() as stack:
         if log is None:
             log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-"))) / "server.log"
@@ -125,6 +138,7 @@ def running(
             process = subprocess.Popen(
                 command,
                 env=dict(environment),
+                cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -132,21 +146,9 @@ def running(
             )
         stack.callback(_stop, process)
         server = Server(f"http://127.0.0.1:{port}", log, process)
-        _wait(server)
+        if wait:
+            server.wait()
         yield server
-
-
-def _wait(server: Server) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if server.process.poll() is not None:
-            raise ServerDied(f"exit code {server.process.returncode}; its log ends:\n{server.log_tail()}")
-        try:
-            server.get("/health_generate", timeout=30)
-            return
-        except OSError:
-            time.sleep(0.3)
-    raise ServerDied(f"not ready after {START_SECONDS:.0f} s; its log ends:\n{server.log_tail()}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

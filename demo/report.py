@@ -1,0 +1,65 @@
+"""The table a person reads and the JSON a program reads: the same numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from demo.conversation import ANSWER, MAX_HOPS, Turn, as_dict
+
+
+def show(turns: Sequence[Turn], drafts: Sequence[str]) -> None:
+    """Print one row a turn, and what must be known to read it."""
+    table = Table(title="One conversation, two models", title_justify="left")
+    for name in ("turn", "model", "prompt", "exact", "mapped", "prefilled", "TTFT", "without", "agreement"):
+        table.add_column(name, justify="left" if name == "model" else "right")
+    for number, turn in enumerate(turns, 1):
+        table.add_row(
+            str(number),
+            turn.model,
+            str(turn.prompt_tokens),
+            str(turn.exact_tokens),
+            str(turn.mapped_tokens),
+            str(turn.prefilled_tokens),
+            f"{turn.ttft_ms:.1f} ms",
+            f"{turn.ttft_ms_without:.1f} ms",
+            f"{turn.agreement:.0%}",
+        )
+    console = Console()
+    if not console.is_terminal:
+        console.width = 110  # a file has no edge to wrap at
+    console.print(table)
+    for turn in turns:
+        if turn.mapped_tokens == 0 and turn.reason not in ("exact", "no_source"):
+            print(f"# turn of {turn.model}: nothing was mapped ({turn.reason})")
+    if drafts:
+        print(f"# NOT PASSED THE GATE, served by override: mapper {', '.join(drafts)}.")
+    print(f"# Agreement: of the {ANSWER} answer tokens, those a native prefill puts first too.")
+    print("# Without: the same prompt and server, kvhub out of the way, the model's own cache in use.")
+
+
+def write(path: Path, turns: Sequence[Turn], conversations: int, mappers: Sequence[dict[str, Any]]) -> None:
+    """Write demo-report.json."""
+    path.write_text(
+        json.dumps(
+            {
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "machine": {"cpus": os.cpu_count(), "architecture": platform.machine()},
+                "conversations": conversations,
+                "answer_tokens": ANSWER,
+                "max_hops": MAX_HOPS,
+                "mappers": list(mappers),
+                "turns": [as_dict(turn) for turn in turns],
+            },
+            indent=1,
+        )
+        + "\n"
+    )
