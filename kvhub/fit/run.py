@@ -98,13 +98,14 @@ def fit_pair(
         moments.add(here.rows(positions), there.rows(positions))
     moments.flush()
 
-    found = [_solve(moments, source, target, settings, lambda n, m: tell("solve", n, m * (1 + both)))]
+    first, layers = shapes[1].num_layers, shapes[1].num_layers + both * shapes[0].num_layers
+    found = [_solve(moments, source, target, settings, lambda done: tell("solve", done, layers))]
     if both:
-        found.append(
-            _solve(moments.reversed(), target, source, settings, lambda n, m: tell("solve", m + n, 2 * m))
-        )
+        back = moments.reversed()
+        found.append(_solve(back, target, source, settings, lambda done: tell("solve", first + done, layers)))
+        del back
     del moments
-    scores = [HeldOutScore(tensors, layers) for layers, tensors in found]
+    scores = [HeldOutScore(tensors, chosen) for chosen, tensors in found]
     for here, there in _captures(source, target, windows.held_out, "score", tell):
         for score, direction in zip(scores, ((here, there), (there, here)), strict=False):
             score.add(*direction, positions)
@@ -122,7 +123,7 @@ def fit_pair(
                 regularization=settings.regularization.value,
                 regularization_convention=settings.regularization.convention,
                 objective=OBJECTIVE,
-                source_layers=layers,
+                source_layers=chosen,
                 exact_prefix=settings.exact_prefix,
                 weights_dtype=settings.store_dtype,
                 calibration=windows.describe(settings.stride, settings.exact_prefix),
@@ -132,7 +133,7 @@ def fit_pair(
             ),
             tensors,
         )
-        for pair, (layers, tensors), score in zip(
+        for pair, (chosen, tensors), score in zip(
             ((source, target), (target, source)), found, scores, strict=False
         )
     ]
@@ -152,7 +153,7 @@ def _solve(
     source: LoadedModel,
     target: LoadedModel,
     settings: FitSettings,
-    tell: Callable[[int, int], None],
+    tell: Callable[[int], None],
 ) -> tuple[list[list[int]], dict[str, Tensor]]:
     shapes = source.identity.geometry, target.identity.geometry
     layers = select_layers(moments, *shapes, settings.k)
@@ -171,5 +172,5 @@ def _solve(
                         f"the fit of target layer {number} is not finite", "use a larger --lambda"
                     )
                 tensors[f"layers.{number}.{name}.{part}"] = tensor.cpu().contiguous()
-        tell(number + 1, len(layers))
+        tell(number + 1)
     return layers, tensors

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-WORDS = (
-    "river mill bridge stone boat float morning miller gate wheel turn number def return under past over "
-    "light water 東京 Ärger naïve blue 144 89 quickly slow opened began house tree night day small large"
-).split()
+WORDS = [
+    *("river", "mill", "bridge", "stone", "boat", "float", "morning", "miller", "gate", "wheel", "turn"),
+    *("number", "def", "return", "under", "past", "over", "light", "water", "東京", "Ärger", "naïve", "144"),
+    *("89", "quickly", "slow", "opened", "began", "house", "tree", "night", "day", "small", "large", "blue"),
+]
 
 
 def documents(count: int, *, words: int = 60, seed: int = 0) -> list[str]:
