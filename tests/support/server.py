@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,6 +66,18 @@ class Server:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{path}: {error.code}: {error.read().decode(errors='replace')}") from None
+
+    def wait(self) -> None:
+        """Return when the server answers. Raises `ServerDied` if it ends, or takes too long."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise ServerDied(f"exit status {self.process.returncode}\n{self.log_tail()}")
+            with contextlib.suppress(OSError):
+                self.get("/health_generate", timeout=10)
+                return
+            time.sleep(0.5)
+        raise ServerDied(f"not ready after {START_SECONDS:.0f} s\n{self.log_tail()}")
 
     def flush(self) -> None:
         """Empty the server's own cache (`/flush_cache`)."""
