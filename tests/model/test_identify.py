@@ -28,7 +28,11 @@ def edit(path, **changes):
     [("llama", False), ("mistral", False), ("qwen2", False), ("qwen3", True), ("qwen3_moe", True)],
 )
 def test_supported_architectures(tmp_path, model_type, k_norm):
-    more = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2} if model_type == "qwen3_moe" else {}
+    more = (
+        {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+        if model_type == "qwen3_moe"
+        else {}
+    )
     loaded = load_model(make_tiny(tmp_path / "m", model_type=model_type, rope_parameters=LLAMA3, **more))
     shape = loaded.identity.geometry
     assert (shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.k_norm) == (3, 2, 16, k_norm)
