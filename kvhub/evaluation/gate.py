@@ -26,7 +26,7 @@ class Gate:
     min_top1: float = 0.80
     max_excess_nll: float = 0.25
     """nat a token, mapped over native."""
-    max_injection_error: float = 2.0
+    max_injection_error: float = 0.5
     """No evaluation accepts more; a record that claims more was not made by one."""
 
 

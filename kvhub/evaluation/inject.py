@@ -17,10 +17,10 @@ from transformers import DynamicCache
 
 from kvhub.errors import Corrupt, Incompatible
 
-INJECTION_TOLERANCE = {"float32": 2e-3, "float16": 0.25, "bfloat16": 1.5}
-"""Largest accepted |logit difference| per dtype of the model: about ten times what rounding alone
-does between one pass and two on the pairs in docs/evidence.md; a cache that is misplaced by one
-position differs by far more."""
+INJECTION_TOLERANCE = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.5}
+"""Largest accepted |logit difference| per dtype of the model. On a CPU the two ways are equal bit for
+bit; other kernels may round differently, in bfloat16 by a few steps of 0.125 at a logit of 30. Rows
+misplaced by a single position, the smallest fault, move the logits of Qwen2.5-Coder by 0.6 to 1.2."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def test_good_scores_pass_and_the_limits_are_recorded():
         "better-than-source": 0,
         "better-than-empty": 0,
         "better-than-wrong-document": 0,
-        "injection": 2.0,
+        "injection": 0.5,
         "exact-prefix": 0,
     }
 

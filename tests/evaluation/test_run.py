@@ -147,7 +147,7 @@ def test_same_input_same_record(model, domains):
 def test_bfloat16_models_pass_the_injection_check(domains):
     half = tiny(1, dtype=torch.bfloat16)
     evidence = evaluate(AffineMapper(half, half), half, half, domains, SETTINGS)
-    assert evidence.injection_max_logit_error < 1.5
+    assert evidence.injection_max_logit_error < 0.5
     assert value(evidence, "kl") < 0.05
 
 
