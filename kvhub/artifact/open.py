@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvhub.artifact.listing import weight_shards
 from kvhub.artifact.manifest import Manifest
-from kvhub.artifact.tensors import Shape, expected_tensors
+from kvhub.artifact.tensors import Shape, expected_tensors, stored_dtype
 from kvhub.errors import Corrupt
 from kvhub.model.headers import read_header
 from kvhub.strict_json import shown
@@ -19,7 +19,7 @@ _STORED = {"float32": "F32", "bfloat16": "BF16"}
 
 
 def open_tensors(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """Every tensor by name, on the CPU in `manifest.weights_dtype`, in memory of its own.
+    """Every tensor by name, on the CPU in its `stored_dtype`, in memory of its own.
 
     Exactly `expected_tensors(manifest)` must be there, each once, with its shape and dtype and
     finite values. Errors: `Corrupt`, `NotFound`, `AccessDenied`.
@@ -29,7 +29,7 @@ def open_tensors(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
     for file in weight_shards(manifest):
         if (directory / file).is_symlink():
             raise Corrupt(f"{file} is a symlink")
-        for name in _checked_names(directory / file, expected, manifest.weights_dtype):
+        for name in _checked_names(directory / file, expected, manifest):
             if name in places:
                 raise Corrupt(f"tensor {name!r} is in two files")
             places[name] = file
@@ -42,15 +42,16 @@ def open_tensors(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
     return {name: tensors[name] for name in expected}
 
 
-def _checked_names(path: Path, expected: dict[str, Shape], dtype: str) -> list[str]:
+def _checked_names(path: Path, expected: dict[str, Shape], manifest: Manifest) -> list[str]:
     header = read_header(path)
     for name, tensor in header.items():
         if name not in expected:
             raise Corrupt(f"{path.name}: tensor {name[:80]!r} does not belong to the mapper")
         if tensor.shape != expected[name]:
             raise Corrupt(f"{path.name}: {name!r} is {list(tensor.shape)}, not {list(expected[name])}")
+        dtype = stored_dtype(name, manifest)
         if tensor.dtype != _STORED[dtype]:
-            raise Corrupt(f"{path.name}: {name!r} is {tensor.dtype[:16]!r}, the manifest says {dtype}")
+            raise Corrupt(f"{path.name}: {name!r} is {tensor.dtype[:16]!r}, not {dtype}")
     return list(header)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvhub.artifact.layout import CONFIG, INDEX, MANIFEST, SHARD_BYTES, shard_name
 from kvhub.artifact.manifest import FileEntry, Manifest
-from kvhub.artifact.tensors import expected_tensors
+from kvhub.artifact.tensors import expected_tensors, stored_bytes, stored_dtype
 from kvhub.errors import AccessDenied, BadInput, KvhubError
 from kvhub.model.identity import canonical_json
 
@@ -25,7 +25,7 @@ from kvhub.model.identity import canonical_json
 def write_artifact(directory: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:
     """Write manifest, weights, index and config.json into `directory`, which must not hold anything.
 
-    tensors: exactly `expected_tensors(manifest)`, in any float dtype; stored in `manifest.weights_dtype`.
+    tensors: exactly `expected_tensors(manifest)`, in any float dtype; stored as `stored_dtype` says.
     `manifest.files` is ignored; the returned manifest has it filled. The directory appears by one
     rename, so a crash, a full disk or Ctrl-C leaves nothing behind that looks like an artifact.
     Errors: `BadInput` (directory in use; tensors missing, misshapen or not finite), `AccessDenied`,
@@ -67,13 +67,12 @@ def _check(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _fill(directory: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:
-    dtype = getattr(torch, manifest.weights_dtype)
-    shards = list(_shards(manifest, dtype.itemsize))
+    shards = list(_shards(manifest))
     entries: list[FileEntry] = []
     weight_map: dict[str, str] = {}
     total = 0
     for index, names in enumerate(shards):
-        stored = {name: _stored(name, tensors[name], dtype) for name in names}
+        stored = {name: _stored(name, tensors[name], manifest) for name in names}
         total += sum(tensor.nbytes for tensor in stored.values())
         file = shard_name(index, len(shards))
         weight_map |= dict.fromkeys(names, file)
@@ -87,14 +86,14 @@ def _fill(directory: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) ->
     return complete
 
 
-def _shards(manifest: Manifest, itemsize: int) -> Iterator[list[str]]:
+def _shards(manifest: Manifest) -> Iterator[list[str]]:
     """Tensor names by shard: whole target layers, at most `SHARD_BYTES` unless one layer is larger."""
     layers: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
     for name, shape in expected_tensors(manifest).items():
         layer = name.split(".")[1]
         layers.setdefault(layer, []).append(name)
-        sizes[layer] = sizes.get(layer, 0) + itemsize * torch.Size(shape).numel()
+        sizes[layer] = sizes.get(layer, 0) + stored_bytes(name, shape, manifest)
     shard: list[str] = []
     filled = 0
     for layer, names in layers.items():
@@ -106,8 +105,8 @@ def _shards(manifest: Manifest, itemsize: int) -> Iterator[list[str]]:
     yield shard
 
 
-def _stored(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    stored = tensor.detach().to("cpu", dtype).contiguous()
+def _stored(name: str, tensor: Tensor, manifest: Manifest) -> Tensor:
+    stored = tensor.detach().to("cpu", getattr(torch, stored_dtype(name, manifest))).contiguous()
     if not bool(torch.isfinite(stored).all()):
         raise BadInput(
             f"tensor {name!r} has NaN or infinite values", "raise the regularisation or check the text"

@@ -140,7 +140,11 @@ def rename(tensors):
 
 
 def swap_dtype(tensors):
-    tensors["layers.0.k.bias"] = tensors["layers.0.k.bias"].to(torch.float16)
+    tensors["layers.0.k.weight"] = tensors["layers.0.k.weight"].to(torch.float16)
+
+
+def round_bias(tensors):
+    tensors["layers.0.k.bias"] = tensors["layers.0.k.bias"].to(torch.bfloat16)
 
 
 FORGERIES = {
@@ -149,7 +153,8 @@ FORGERIES = {
     "transposed": (swap_shape, r"is \[16, 16\]|is \[\d+, \d+\], not"),
     "flattened": (reshape, "not"),
     "renamed": (rename, "does not belong"),
-    "float16": (swap_dtype, "is 'F16', the manifest says bfloat16"),
+    "float16": (swap_dtype, "is 'F16', not bfloat16"),
+    "rounded bias": (round_bias, "geometry asks|is 'BF16', not float32"),
     "missing tensor": (lambda tensors: tensors.pop("layers.1.v.bias"), "geometry asks|is missing"),
     "extra tensor": (lambda tensors: tensors.update(x=torch.zeros(1)), "does not belong"),
 }
