@@ -35,7 +35,7 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names in the order of a mapper's life."""
-        return list(COMMANDS)
+        return [*COMMANDS]  # not list(...): the submodule `list` takes that name here once it is loaded
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import `kvhub.cli.<name>` and take its `command`."""
@@ -59,7 +59,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands, without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl([*COMMANDS.items()])
 
 
 @click.command(

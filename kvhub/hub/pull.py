@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +30,12 @@ RESERVE = 64 << 20
 
 @dataclass(frozen=True)
 class Remote:
-    """A repository at one commit: sizes of its files, None where the Hub does not say."""
+    """A repository at one commit: sizes and git blob ids of its files, None where the Hub does not say."""
 
     repo_id: str
     commit: str
     sizes: dict[str, int | None]
+    blobs: dict[str, str | None]
 
 
 def pull(repo_id: str, revision: str | None = None, settings: Settings | None = None) -> Path:
@@ -85,7 +87,8 @@ def _resolve(hub: HfApi, repo_id: str, revision: str | None) -> Remote:
     )
     if not info.sha:
         raise NotFound(f"{repo_id} has no commit yet")
-    sizes = {sibling.rfilename: sibling.size for sibling in info.siblings or []}
+    siblings = info.siblings or []
+    sizes = {sibling.rfilename: sibling.size for sibling in siblings}
     if MANIFEST not in sizes:
         raise NotFound(
             f"{repo_id} is not a mapper: it has no {MANIFEST}", "kvhub push makes such a repository"
@@ -95,7 +98,9 @@ def _resolve(hub: HfApi, repo_id: str, revision: str | None) -> Remote:
         size = sizes.get(name)
         if name in sizes and (size is None or size > limit):
             raise Corrupt(f"{name} of {repo_id} is larger than {limit} bytes")
-    return Remote(repo_id, info.sha, sizes)
+    # An LFS file's blob is its pointer: those files are in the manifest, with their sha256.
+    blobs = {sibling.rfilename: None if sibling.lfs else sibling.blob_id for sibling in siblings}
+    return Remote(repo_id, info.sha, sizes, blobs)
 
 
 def _manifest(hub: HfApi, remote: Remote, staged: Path) -> Manifest:
@@ -116,6 +121,10 @@ def _download(hub: HfApi, remote: Remote, name: str, staged: Path) -> None:
         remote.repo_id,
         lambda: hub.hf_hub_download(remote.repo_id, name, revision=remote.commit, local_dir=staged),
     )
+    if remote.blobs.get(name) and name in (MANIFEST, EVIDENCE):  # no manifest vouches for these two
+        data = (staged / name).read_bytes()
+        if hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() != remote.blobs[name]:
+            raise Corrupt(f"{name} of {remote.repo_id} is not what was committed", "try again")
 
 
 def _check_room(staged: Path, manifest: Manifest) -> None:

@@ -1,0 +1,32 @@
+"""A loopback Hub, and an empty home to pull into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from loopback_hub import LoopbackHub
+
+from kvhub.settings import Settings
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+    """A Hub of this test's own; the real client in this process talks to it."""
+    import huggingface_hub.constants
+
+    with LoopbackHub(tmp_path / "hub").serve() as served:
+        for name, value in {**served.environment, "HF_HOME": str(tmp_path / "hf")}.items():
+            monkeypatch.setenv(name, value)
+        # Read once, at import, which another test may have done already.
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        yield served
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """Where kvhub keeps things in this test; empty."""
+    monkeypatch.setenv("KVHUB_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("KVHUB_DATABASE_URL", raising=False)
+    return Settings.load()

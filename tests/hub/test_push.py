@@ -1,0 +1,169 @@
+"""To the Hub: what is sent, what is refused, and whose work is not overwritten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from loopback_hub import LoopbackHub
+from loopback_hub.store import Repo, front_matter
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from support.published import make_artifact, publishable
+
+from kvhub.catalog import find, register
+from kvhub.errors import AccessDenied, BadInput, Corrupt, Incompatible, KvhubError
+from kvhub.hub.push import push
+from kvhub.settings import Settings
+
+REPO = "tester/mapper"
+
+
+def card_of(hub: LoopbackHub) -> str:
+    return hub.store.blob(hub.store.repos[REPO].head.tree["README.md"]).read_text()
+
+
+def test_what_a_push_leaves_on_the_hub(hub: LoopbackHub, home: Settings, tmp_path: Path) -> None:
+    manifest = publishable(tmp_path / "made", source="Qwen/Qwen3-8B", target="Qwen/Qwen3-32B")
+    register(tmp_path / "made", manifest)
+    pushed = push(tmp_path / "made", REPO, tag="v1", private=True, message="first")
+    repo = hub.store.repos[REPO]
+    assert (pushed.commit, repo.tags, repo.private, repo.head.title) == (
+        repo.head.sha,
+        {"v1": repo.head.sha},
+        True,
+        "first",
+    )
+    listed = {entry.name for entry in manifest.files}
+    assert set(repo.head.tree) == listed | {"README.md", "manifest.json", "evidence.json", ".gitattributes"}
+    row = find(manifest.digest, home)
+    assert [(place.repo_id, place.commit, place.pushed) for place in row.locations] == [
+        (REPO, pushed.commit, True)
+    ]
+    tags = hub.store.description(repo, repo.head)["tags"]
+    assert isinstance(tags, list)
+    assert {"kvhub", "kvhub-source:qwen3-8b", "kvhub-target:qwen3-32b"} <= set(tags)
+    assert "base_model:adapter:Qwen/Qwen3-32B" in tags
+    assert not any(token for _, path, token, _ in hub.log if "/_blobs/" in path)
+
+
+def test_pushing_the_same_again_makes_no_commit(hub: LoopbackHub, home: Settings, tmp_path: Path) -> None:
+    publishable(tmp_path / "made")
+    first = push(tmp_path / "made", REPO, tag="v1")
+    assert push(tmp_path / "made", REPO, tag="v1").commit == first.commit
+    assert len(hub.store.repos[REPO].commits) == 2
+
+
+def test_a_tag_never_moves(hub: LoopbackHub, home: Settings, tmp_path: Path) -> None:
+    for seed in (1, 2):
+        publishable(tmp_path / str(seed), seed=seed)
+    first = push(tmp_path / "1", REPO, tag="v1")
+    push(tmp_path / "2", REPO)
+    with pytest.raises(BadInput, match="tag 'v1' already"):
+        push(tmp_path / "2", REPO, tag="v1")
+    assert hub.store.repos[REPO].tags == {"v1": first.commit}
+
+
+def test_a_new_mapper_takes_the_place_of_the_old_one(
+    hub: LoopbackHub, home: Settings, tmp_path: Path
+) -> None:
+    publishable(tmp_path / "old")
+    push(tmp_path / "old", REPO)
+    hub.store.put_file(REPO, "model-00002-of-00002.safetensors", b"of an earlier one")
+    hub.store.put_file(REPO, "notes.txt", b"the author's own")
+    make_artifact(tmp_path / "new", seed=3)
+    push(tmp_path / "new", REPO, allow_unevaluated=True)
+    tree = hub.store.repos[REPO].head.tree
+    assert "model-00002-of-00002.safetensors" not in tree
+    assert "evidence.json" not in tree
+    assert "notes.txt" in tree
+
+
+def test_a_mapper_without_evidence_needs_saying_so(hub: LoopbackHub, home: Settings, tmp_path: Path) -> None:
+    make_artifact(tmp_path / "made")
+    with pytest.raises(Incompatible) as caught:
+        push(tmp_path / "made", REPO)
+    assert caught.value.code == "unevaluated"
+    assert hub.log == []
+    push(tmp_path / "made", REPO, allow_unevaluated=True)
+    assert "Not evaluated" in card_of(hub)
+
+
+def test_a_damaged_mapper_never_leaves(hub: LoopbackHub, home: Settings, tmp_path: Path) -> None:
+    publishable(tmp_path / "made")
+    weights = tmp_path / "made" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(Corrupt, match="sha256"):
+        push(tmp_path / "made", REPO)
+    assert hub.log == []
+
+
+def test_a_repository_of_something_else_is_not_overwritten(
+    hub: LoopbackHub, home: Settings, tmp_path: Path
+) -> None:
+    hub.store.repos[REPO] = repo = Repo(REPO)
+    before = repo.add({"model.safetensors": hub.store.put(b"a model")}, "a model").sha
+    publishable(tmp_path / "made")
+    with pytest.raises(BadInput, match="no mapper"):
+        push(tmp_path / "made", REPO)
+    assert repo.head.sha == before
+
+
+def test_somebody_elses_push_is_not_overwritten(hub: LoopbackHub, home: Settings, tmp_path: Path) -> None:
+    publishable(tmp_path / "made")
+    publishable(tmp_path / "other", seed=5)
+    push(tmp_path / "other", REPO)
+
+    def meanwhile(request: Request) -> Response | None:
+        if "/preupload/" in request.url.path:
+            hub.store.put_file(REPO, "notes.txt", b"pushed by somebody else just now")
+        return None
+
+    hub.faults.append(meanwhile)
+    with pytest.raises(KvhubError, match="in the meantime"):
+        push(tmp_path / "made", REPO)
+    assert hub.store.repos[REPO].head.title == "add notes.txt"
+
+
+def test_a_busy_commit_is_sent_again(hub: LoopbackHub, home: Settings, tmp_path: Path) -> None:
+    publishable(tmp_path / "made")
+    left = [2]
+
+    def busy(request: Request) -> Response | None:
+        if "/commit/" not in request.url.path or not left[0]:
+            return None
+        left[0] -= 1
+        return PlainTextResponse("no", 503, headers={"Retry-After": "0"})
+
+    hub.faults.append(busy)
+    assert push(tmp_path / "made", REPO).commit == hub.store.repos[REPO].head.sha
+    assert left == [0]
+
+
+def test_who_may_not(
+    hub: LoopbackHub, home: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publishable(tmp_path / "made")
+    with pytest.raises(AccessDenied, match="forbids"):
+        push(tmp_path / "made", "somebody/mapper")
+    with pytest.raises(BadInput):
+        push(tmp_path / "made", REPO + "@v1")
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(AccessDenied, match="token"):
+        push(tmp_path / "made", REPO)
+    assert hub.store.repos == {}
+
+
+def test_the_card_on_the_hub_is_valid(hub: LoopbackHub, home: Settings, tmp_path: Path) -> None:
+    manifest = publishable(tmp_path / "made")
+    push(tmp_path / "made", REPO)
+    front = yaml.safe_load(front_matter(card_of(hub)) or "")
+    assert front["kvhub"]["digest"] == manifest.digest
+    from huggingface_hub import ModelCard
+
+    results = ModelCard(card_of(hub)).data.eval_results
+    assert results
+    assert {result.metric_type for result in results} >= {"top1", "attention_cosine"}
