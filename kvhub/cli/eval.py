@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     "--exact-prefix", type=click.IntRange(min=0), help="First tokens native [default: the mapper's]."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the bootstrap.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @output.format_option("table", "json")
 def command(
     mapper: str,
@@ -43,6 +44,7 @@ def command(
     tail: int,
     exact_prefix: int | None,
     seed: int,
+    device: str,
     form: str,
 ) -> None:
     """Evaluate MAPPER (a directory, a digest or org/name) on text that no fit has seen.
@@ -70,8 +72,10 @@ def command(
     # Whatever can be refused is refused before gigabytes of weights are read.
     paths = [_locate("source", manifest.source, source), _locate("target", manifest.target, target)]
     domains = held_out_windows(texts, load_tokenizer(paths[0]), count=windows, length=prefix + tail)
-    here = load_model(paths[0], getattr(torch, manifest.source.dtype))
-    there = load_model(paths[1], getattr(torch, manifest.target.dtype))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    here = load_model(paths[0], getattr(torch, manifest.source.dtype), device=device)
+    there = load_model(paths[1], getattr(torch, manifest.target.dtype), device=device)
     with _Progress() as progress:
         evidence = evaluate(
             loaded,

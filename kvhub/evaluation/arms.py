@@ -61,7 +61,7 @@ class Arms:
     def __init__(
         self, mapper: Mapper, source: LoadedModel, target: LoadedModel, *, tail: int, exact_prefix: int
     ) -> None:
-        self._mapper = mapper
+        self._mapper = mapper.to(source.model.device)
         self._source = source
         self._target = target
         self._tail = tail

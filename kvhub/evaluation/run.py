@@ -66,6 +66,13 @@ def evaluate(
     check_model("target", manifest.target, target.identity)
     exact = manifest.exact_prefix if settings.exact_prefix is None else settings.exact_prefix
     prefix = _check_windows(domains, settings, exact)
+    for model in (source.identity, target.identity):
+        if prefix + settings.tail > model.rope.max_position:
+            raise BadInput(
+                f"windows of {prefix + settings.tail} tokens exceed the context of {model.name}"
+                f" ({model.rope.max_position})",
+                "use a shorter --prefix or --tail",
+            )
 
     total, done = sum(len(windows) for windows in domains.values()), 0
     arms = Arms(mapper, source, target, tail=settings.tail, exact_prefix=exact)

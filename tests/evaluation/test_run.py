@@ -176,6 +176,7 @@ def test_a_live_model_other_than_the_fitted_one_refuses(model, domains):
         (lambda d: {"one": d["one"][:, :9]}, "no prefix"),
         (lambda d: {"one": d["one"], "two": d["two"][:, 1:]}, "one length"),
         (lambda d: {"one": torch.cat((d["one"], d["one"][:1]))}, "same prefix"),
+        (lambda d: {"one": d["one"].repeat(1, 16)}, r"exceed the context of tiny-qwen3-1 \(512\)"),
     ],
 )
 def test_unusable_windows_refuse(model, domains, change, message):
