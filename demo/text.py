@@ -23,14 +23,14 @@ def write_code(path: Path) -> int:
 
 
 def stories(tokenizer: Any, root: Path, *, count: int, tokens: int) -> list[list[int]]:
-    """Token ids of `count` articles that no fit has seen, `tokens` of each."""
+    """`count` stretches of `tokens` token ids from articles that no fit has seen."""
     from kvhub.fit.text import read_documents, split_documents
 
     _, held_out = split_documents(read_documents([root / WIKIPEDIA]))
-    encoded = (tokenizer(document, verbose=False)["input_ids"] for document in held_out)
-    long_enough = [list(ids)[:tokens] for ids in encoded if len(ids) >= tokens]
-    if len(long_enough) < count:
-        raise SystemExit(
-            f"the demo stops: {len(long_enough)} held-out articles of {tokens} tokens, not {count}"
-        )
-    return long_enough[:count]
+    found = []
+    for document in held_out:
+        ids = list(tokenizer(document, verbose=False)["input_ids"])
+        found += [ids[i : i + tokens] for i in range(0, len(ids) - tokens + 1, tokens)]
+    if len(found) < count:
+        raise SystemExit(f"the demo stops: {len(found)} held-out stretches of {tokens} tokens, not {count}")
+    return found[:count]
