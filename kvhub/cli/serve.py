@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvhub.errors import BadInput
+from kvhub.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:
     from kvhub.model.identity import ModelIdentity
@@ -71,6 +71,8 @@ def command(
     # A directory's name says nothing on its own; the Hub id is found by identify.
     identity = identify(path, dtype=dtype)
     mappers = _choose(rows, identity, allow_draft)
+    for row in mappers:
+        _check_files(row)
     home = Settings.load().home
     content = launch.settings(
         path,
@@ -150,6 +152,14 @@ def _choose(
             raise BadInput(f"two mappers from {row.source.name}", "name one of them with --mapper")
         chosen[row.digest] = row
     return list(chosen.values())
+
+
+def _check_files(row: MapperRow) -> None:
+    """Refuse a damaged mapper here: the server itself would only log that it does not use it."""
+    from kvhub.artifact.read import verify_artifact
+
+    if verify_artifact(Path(row.path), deep=False).digest != row.digest:
+        raise Corrupt(f"{row.path} holds another mapper than {row.digest[:12]}", "kvhub verify says more")
 
 
 def _lineage(mappers: list[MapperRow], max_hops: int, allow_draft: bool) -> list[str]:

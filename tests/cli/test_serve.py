@@ -1,16 +1,20 @@
 """`kvhub serve` up to the moment it becomes SGLang (the demo and tests/sglang go on from there)."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.records import digest, mapper_record
+from support.mappers import make_manifest, random_tensors
+from support.records import digest
 from support.tiny import make_tiny
 
+from kvhub.artifact.write import write_artifact
+from kvhub.catalog import to_record
 from kvhub.cli import run
 from kvhub.model.identify import identify
 from kvhub_registry import Registry
-from kvhub_registry.records import ModelRecord, State
+from kvhub_registry.records import State
 
 pytest.importorskip("sglang")
 
@@ -24,26 +28,13 @@ class Pair:
     registry: Registry
 
     def register(self, seed: int = 0, state: State = State.READY, dtype: str = "float32") -> str:
-        record = mapper_record(seed).model_copy(
-            update={"source": record_of(self.source, dtype), "target": record_of(self.target, dtype)}
-        )
-        self.registry.register(record)
-        self.registry.set_state(record.digest, state, "the gate says no")
-        return record.digest
-
-
-def record_of(path: Path, dtype: str) -> ModelRecord:
-    identity = identify(path, dtype=dtype)
-    return ModelRecord(
-        digest=identity.digest,
-        name=identity.name,
-        revision=identity.revision,
-        architecture=identity.architecture,
-        dtype=identity.dtype,
-        num_layers=identity.geometry.num_layers,
-        num_kv_heads=identity.geometry.num_kv_heads,
-        head_dim=identity.geometry.head_dim,
-    )
+        """The digest of a real artifact with random weights."""
+        manifest = make_manifest(identify(self.source, dtype=dtype), identify(self.target, dtype=dtype))
+        directory = self.source.parent / "mappers" / f"{seed}"
+        manifest = write_artifact(directory, manifest, random_tensors(manifest, seed))
+        self.registry.register(to_record(directory, manifest))
+        self.registry.set_state(manifest.digest, state, "the gate says no")
+        return manifest.digest
 
 
 @pytest.fixture
@@ -144,3 +135,23 @@ def test_an_unknown_model_is_one_line(pair: Pair, capsys: pytest.CaptureFixture[
 
 def test_an_unknown_mapper(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     assert serve(capsys, str(pair.target), "--mapper", digest("nothing"))[0] == 3
+
+
+def test_a_damaged_mapper_is_refused_before_the_server_starts(
+    pair: Pair, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    mapper = pair.register()
+    weights = tmp_path / "mappers" / "0" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    code, said = serve(capsys, str(pair.target), "--mapper", mapper)
+    assert code == 6 and "model.safetensors" in said
+
+
+def test_a_mapper_swapped_for_another_is_refused(
+    pair: Pair, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    one, _two = pair.register(1), pair.register(2)
+    shutil.rmtree(tmp_path / "mappers" / "1")
+    (tmp_path / "mappers" / "2").rename(tmp_path / "mappers" / "1")
+    code, said = serve(capsys, str(pair.target), "--mapper", one)
+    assert code == 6 and f"another mapper than {one[:12]}" in said
