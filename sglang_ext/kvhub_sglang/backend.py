@@ -46,7 +46,7 @@ def create(ctx: Any) -> Any:
     logger.info(
         "kvhub serves %s (identity %s): %d mapper(s), reuse %s, max hops %d, exchange %s",
         serving.identity.name,
-        serving.identity.digest[:12],
+        serving.digest[:12],
         len(serving.candidates),
         serving.settings.reuse,
         serving.settings.max_hops,

@@ -75,7 +75,7 @@ class Decision:
     def _add_own(self, plan: Plan, exact: int) -> int:
         """Own exact blocks in the exchange beyond the device; returns where exact rows end."""
         serving = self.serving
-        keys = chain_keys(Namespace(serving.identity.digest, "exact", self.tenant), self.tokens[: self.limit])
+        keys = chain_keys(Namespace(serving.digest, "exact", self.tenant), self.tokens[: self.limit])
         index = exact // BLOCK_TOKENS
         while index < len(keys) and serving.exchange.header(keys[index]) is not None:
             plan.blocks[index] = BlockSource(keys[index], None, EXACT)
@@ -96,7 +96,7 @@ class Decision:
         return Refusal(Code.SHORT, "too few tokens to gain")
 
     def _chains(self, candidate: Candidate) -> tuple[list[bytes], list[bytes]]:
-        model, tokens = candidate.source.digest, self.tokens[: self.limit]
+        model, tokens = candidate.source_digest, self.tokens[: self.limit]
         return (
             chain_keys(Namespace(model, "exact", self.tenant), tokens),
             chain_keys(Namespace(model, "lossy", self.tenant), tokens),

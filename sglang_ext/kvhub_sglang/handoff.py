@@ -145,7 +145,7 @@ def _remember(serving: Serving, plan: Plan, tokens: Any) -> None:
     if not plan.lossy:
         return
     keys = chain_keys(
-        Namespace(serving.identity.digest, "lossy", plan.tenant),
+        Namespace(serving.digest, "lossy", plan.tenant),
         tokens,
         blocks=plan.reused // BLOCK_TOKENS,
     )

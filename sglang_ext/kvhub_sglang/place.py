@@ -83,7 +83,7 @@ def read_runs(serving: Serving, plan: Plan, start: int, stop: int) -> list[_Run]
 
 def _get(serving: Serving, source: BlockSource) -> Block:
     candidate = source.candidate
-    model = candidate.source.digest if candidate else serving.identity.digest
+    model = candidate.source_digest if candidate else serving.digest
     layout = candidate.layout if candidate else serving.layout
     try:
         block = serving.exchange.get(source.key, model=model, layout=layout)

@@ -25,7 +25,7 @@ def publish(serving: Serving, pool: Pool, req: Any, plan: Plan | None, up_to: in
     tokens = req.full_untruncated_fill_ids[:up_to]
     lossy = plan is not None and plan.lossy
     tenant = plan.tenant if plan is not None else (req.cache_salt or "", req.extra_key or "")
-    keys = chain_keys(Namespace(serving.identity.digest, "lossy" if lossy else "exact", tenant), tokens)
+    keys = chain_keys(Namespace(serving.digest, "lossy" if lossy else "exact", tenant), tokens)
     lineages = lineage_of(serving, plan, keys) if plan is not None and lossy else [EXACT] * len(keys)
     wanted = []
     for index, (key, lineage) in enumerate(zip(keys, lineages, strict=True)):
@@ -42,7 +42,7 @@ def publish(serving: Serving, pool: Pool, req: Any, plan: Plan | None, up_to: in
             slots = row[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS].long()
             stored += serving.exchange.put(
                 key,
-                model=serving.identity.digest,
+                model=serving.digest,
                 position=index * BLOCK_TOKENS,
                 layout=serving.layout,
                 lineage=lineage,

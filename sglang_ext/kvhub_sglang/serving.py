@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,14 +30,18 @@ class Candidate:
     source: ModelIdentity
     draft: bool
 
-    @property
+    @cached_property
+    def source_digest(self) -> str:
+        return self.source.digest
+
+    @cached_property
     def layout(self) -> Layout:
         return layout_of(self.source)
 
     def named(self, names: frozenset[str]) -> bool:
         """Whether a request's list of sources names this one (name or digest)."""
         name = self.source.name.casefold()
-        return bool({name, name.rsplit("/", 1)[-1], self.source.digest} & names)
+        return bool({name, name.rsplit("/", 1)[-1], self.source_digest} & names)
 
 
 @dataclass
@@ -54,7 +59,12 @@ class Serving:
     """The stream that forwards run on (CUDA); rows are placed in its order."""
     _lineages: OrderedDict[bytes, Lineage] = field(default_factory=OrderedDict)
 
-    @property
+    @cached_property
+    def digest(self) -> str:
+        """Identity of the served model."""
+        return self.identity.digest
+
+    @cached_property
     def layout(self) -> Layout:
         return layout_of(self.identity)
 

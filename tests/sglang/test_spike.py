@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from kvhub_sglang import cache as cache_module
 from support.pools import LARGE, SMALL, Engine, mapped_rows, mapper_between, native_rows
+
+from kvhub_sglang import cache as cache_module
 
 MAPPER = mapper_between(SMALL, LARGE)
 PROMPT = [(i * 37 + 11) % 997 for i in range(200)]
@@ -242,7 +243,9 @@ def test_a_full_exchange_costs_nothing(target: Engine, monkeypatch: pytest.Monke
 
 
 def test_many_requests_at_once(target: Engine) -> None:
-    running = [target.admit(target.request([*PROMPT, i, i + 1], ask=ASK if i % 2 else None)) for i in range(6)]
+    running = [
+        target.admit(target.request([*PROMPT, i, i + 1], ask=ASK if i % 2 else None)) for i in range(6)
+    ]
     for each in running:
         target.decode(each, 3)
     for i, each in enumerate(running):

@@ -1,0 +1,275 @@
+"""Two live SGLang servers with kvhub and one stock server, on the shipped pair (the suite's three starts)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.server import Server, free_port, running, server_environment
+
+from kvhub.mapper import Mapper
+from kvhub.model.load import LoadedModel, load_model
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "models"
+pytestmark = pytest.mark.server
+
+
+def hints(reuse: bool = True, **payload: Any) -> dict[str, Any]:
+    action = {
+        "action_id": "1",
+        "action_type": "kvhub.reuse",
+        "action_version": "1",
+        "payload": {"reuse": reuse, **payload},
+    }
+    return {"protocol_version": "1", "message_id": "m", "actions": [action]}
+
+
+@dataclass(frozen=True)
+class World:
+    small: Server
+    large: Server
+    stock: Server
+    exchange: Path
+    mapper: Path
+    prompts: list[list[int]]
+    source: LoadedModel
+    target: LoadedModel
+
+
+def kvhub(home: Path, *arguments: str) -> str:
+    environment = {**os.environ, "KVHUB_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "kvhub", *arguments], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    torch.set_num_threads(1)
+    place = tmp_path_factory.mktemp("live")
+    home, exchange = place / "home", place / "exchange"
+    text = ROOT / "demo" / "text" / "wikipedia.txt"
+    kvhub(
+        home, "fit", "models/small", "models/large", "--text", str(text), "--both", "--k", "2",
+        "--sequences", "30", "--length", "192", "--stride", "2", "--dtype", "float32",
+    )  # fmt: skip
+    source, target = load_model(MODELS / "small", torch.float32), load_model(MODELS / "large", torch.float32)
+    [mapper] = [
+        p
+        for p in (home / "mappers").iterdir()
+        if '"name":"large"' in (p / "manifest.json").read_text().split('"target"')[1]
+    ]
+    template = place / "template.jinja"
+    template.write_text(TEMPLATE)
+    with contextlib.ExitStack() as stack:
+
+        def flags(name: str) -> list[str]:
+            return [str(template) if flag == "@" else flag for flag in SGLANG[name]]
+
+        def start(name: str, *command: str, env: dict[str, str]) -> Server:
+            port = free_port()
+            return stack.enter_context(
+                running(
+                    [sys.executable, "-m", *command, "--port", str(port), *flags(name)],
+                    env,
+                    port=port,
+                    log=place / f"{name}.log",
+                    cwd=ROOT,
+                    wait=False,
+                )
+            )
+
+        def serve(name: str, other: str) -> Server:
+            return start(
+                name,
+                "kvhub", "serve", f"models/{name}", "--reuse-from", f"models/{other}", "--allow-draft",
+                "--max-hops", "2", "--exchange", str(exchange),
+                env={**os.environ, "KVHUB_HOME": str(home), "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+
+        small, large = serve("small", "large"), serve("large", "small")
+        stock_env = server_environment(MODELS / "large", {"OMP_NUM_THREADS": "1"})
+        stock = start(
+            "stock", "sglang.launch_server", "--model-path", str(MODELS / "large"), "--dtype", "float32",
+            "--sleep-on-idle", "--max-total-tokens", "16384", env=stock_env,
+        )  # fmt: skip
+        for server in (small, large, stock):
+            server.wait()
+        tokens = target.tokenizer(text.read_text()[:60000])["input_ids"]
+        prompts = [tokens[i * 300 : i * 300 + 260] for i in range(24)]
+        yield World(small, large, stock, exchange, mapper, prompts, source, target)
+        for server in (small, large):
+            assert server.process.poll() is None  # nothing ended the scheduler
+            assert "memory leak" not in server.log.read_text(errors="replace")
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"  # the shipped tokenizer has none
+
+SGLANG: dict[str, list[str]] = {
+    "small": ["--", "--enable-metrics", "--chat-template", "@"],
+    "large": [
+        "--",
+        "--enable-metrics",
+        "--chat-template",
+        "@",
+        "--page-size",
+        "16",
+        "--chunked-prefill-size",
+        "64",
+    ],
+    "stock": [],
+}
+
+
+def meta(answer: dict[str, Any]) -> dict[str, Any]:
+    [report] = answer["meta_info"]["kvhub"]
+    assert report["exact"] + report["mapped"] + report["prefilled"] == answer["meta_info"]["prompt_tokens"]
+    return dict(report)
+
+
+def test_without_reuse_the_answers_are_those_of_stock_sglang(world: World) -> None:
+    for prompt in world.prompts[:6]:
+        ours = world.large.generate(prompt, 24)
+        assert ours["output_ids"] == world.stock.generate(prompt, 24)["output_ids"]
+        assert meta(ours)["mapped"] == 0 and meta(ours)["reason"] == "not_asked"
+
+
+def test_a_conversation_continues_on_the_other_server_and_returns(world: World) -> None:
+    first = world.small.generate(world.prompts[6], 40, kv_hints=hints())
+    second_prompt = [*world.prompts[6], *first["output_ids"], 11, 12, 13]
+    second = world.large.generate(second_prompt, 140, kv_hints=hints())
+    assert meta(second)["mapped"] == 256 and meta(second)["draft"] and meta(second)["source"] == "small"
+    third = world.small.generate([*second_prompt, *second["output_ids"], *range(40, 60)], 8, kv_hints=hints())
+    assert meta(third)["hops"] == 2 and meta(third)["mapped"] > 0
+    assert meta(third)["exact"] == 299  # 260 + 40 tokens, the last of which has no row
+
+
+def test_logprobs_are_those_of_transformers_on_the_same_mapped_cache(world: World) -> None:
+    prompt = world.prompts[7]
+    world.small.generate(prompt, 4)
+    answer = world.large.generate(
+        prompt, 1, kv_hints=hints(), return_logprob=True, top_logprobs_num=20, logprob_start_len=-1
+    )
+    mapped = meta(answer)["mapped"]
+    assert mapped == 256
+    top = answer["meta_info"]["output_top_logprobs"][0]
+    with torch.no_grad():
+        ids = torch.tensor([prompt])
+        cache = world.source.model(ids[:, :mapped], use_cache=True).past_key_values
+        mapper = Mapper.from_pretrained(world.mapper)
+        moved = mapper.map(cache, source=world.source, target=world.target)
+        logits = world.target.model(
+            ids[:, mapped:], past_key_values=moved, position_ids=torch.arange(mapped, 260)[None]
+        ).logits[0, -1]
+        reference = logits.float().log_softmax(-1)
+        native = world.target.model(ids).logits[0, -1].float().log_softmax(-1)
+    found = torch.tensor([value for value, *_ in top])
+    where = torch.tensor([token for _, token, *_ in top])
+    assert (found - reference[where]).abs().max() < 1e-4
+    assert (found - native[where]).abs().max() > 1e-2  # so that the comparison means something
+
+
+def test_lossy_rows_never_reach_an_exact_request(world: World) -> None:
+    prompt = world.prompts[8]
+    native = world.stock.generate(prompt, 16)["output_ids"]
+    for salt in (None, "tenant-a"):
+        salted = {} if salt is None else {"cache_salt": salt}
+        world.small.generate(prompt, 4, **salted)
+        assert meta(world.large.generate(prompt, 16, kv_hints=hints(), **salted))["mapped"] > 0
+    forged = ["kvhub:", "kvhub:0:1:0:", f"kvhub:{'0' * 32}:{'0' * 32}:0:"]
+    attempts: list[dict[str, Any]] = [
+        {"cache_salt": "tenant-b", "kv_hints": hints()},
+        *({"cache_salt": name, "kv_hints": hints()} for name in forged),
+        *({"extra_key": name, "kv_hints": hints()} for name in forged),
+        {"cache_salt": "tenant-a"},
+        {"kv_hints": hints(reuse=False)},
+        {},
+    ]
+    for attempt in attempts:
+        answer = world.large.generate(prompt, 16, **attempt)
+        assert meta(answer)["mapped"] == 0, attempt
+        assert answer["output_ids"] == native, attempt
+
+
+def test_openai_chat_and_metrics(world: World) -> None:
+    messages = [{"role": "user", "content": world.target.tokenizer.decode(world.prompts[9])}]
+    body = {"model": "m", "messages": messages, "max_tokens": 4, "temperature": 0, "return_meta_info": True}
+    world.small.post("/v1/chat/completions", body)
+    answer = world.large.post("/v1/chat/completions", {**body, "custom_params": {"kvhub": {"reuse": True}}})
+    assert answer["choices"][0]["meta_info"]["kvhub"][0]["mapped"] > 0
+
+
+def test_metrics_count_tokens_by_origin(world: World) -> None:
+    body = {"prompt": world.prompts[10], "max_tokens": 4, "model": "m", "temperature": 0}
+    world.small.post("/v1/completions", body)
+    world.large.post("/v1/completions", {**body, "custom_params": {"kvhub": {"reuse": True}}})
+    metrics = world.large.get("/metrics")
+    mapped = [
+        line for line in metrics.splitlines() if line.startswith("kvhub_tokens_total{") and "mapped" in line
+    ]
+    assert mapped and sum(float(line.rsplit(" ", 1)[1]) for line in mapped) >= 256
+
+
+def test_flush_abort_and_load_lose_nothing(world: World) -> None:
+    choose = random.Random(3)
+    failures: list[str] = []
+
+    def client(seed: int) -> None:
+        for number in range(6):
+            prompt = world.prompts[11 + (seed + number) % 6]
+            try:
+                world.large.generate(
+                    [*prompt, seed, number],
+                    24,
+                    kv_hints=hints() if number % 2 else None,
+                    rid=f"{seed}-{number}",
+                )
+            except RuntimeError as error:
+                if "abort" not in str(error).casefold():
+                    failures.append(str(error))
+
+    for prompt in world.prompts[11:17]:
+        world.small.generate(prompt, 4)
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(12):
+        rid = f"{choose.randrange(4)}-{choose.randrange(6)}"
+        with contextlib.suppress(RuntimeError, ValueError):
+            world.large.post("/abort_request", {"rid": rid})
+    for thread in threads:
+        thread.join()
+    assert not failures
+    with contextlib.suppress(ValueError):  # answers in plain text
+        world.large.post("/flush_cache", {})
+    assert (
+        world.large.generate(world.prompts[0], 24)["output_ids"]
+        == world.stock.generate(world.prompts[0], 24)["output_ids"]
+    )
+
+
+def test_an_exchange_that_dies_leaves_correct_answers(world: World) -> None:
+    """Last: the exchange does not come back."""
+    prompt = world.prompts[18]
+    world.small.generate(prompt, 4)
+    shutil.rmtree(world.exchange)
+    world.exchange.write_text("not a directory")
+    for server, other in ((world.large, world.stock),):
+        answer = server.generate(prompt, 16, kv_hints=hints())
+        assert meta(answer)["mapped"] == 0
+        assert answer["output_ids"] == other.generate(prompt, 16)["output_ids"]
+    world.small.generate([*prompt, 1, 2], 4, kv_hints=hints())
