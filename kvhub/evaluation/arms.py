@@ -55,72 +55,90 @@ class WindowResult:
     injection_error: float
 
 
-class Arms:
-    """Runs the arms of one evaluation. Both models are in evaluation mode and on their devices."""
+@dataclass(frozen=True)
+class Baseline:
+    """What a window gives whatever the mapper; shared by all mappers of one pair."""
 
-    def __init__(
-        self, mapper: Mapper, source: LoadedModel, target: LoadedModel, *, tail: int, exact_prefix: int
-    ) -> None:
-        self._mapper = mapper.to(source.model.device)
+    source: KvRows
+    """The source's rows of the prefix, to be mapped."""
+    native: KvRows
+    """The target's own rows of the prefix."""
+    logits: Tensor
+    """Of the native arm, `[positions, vocabulary]` float32."""
+    tail: Tensor
+    labels: Tensor
+    probe: QueryProbe
+    sums: dict[Arm, LogitSums]
+    """Of native, source and empty."""
+    injection_error: float
+
+
+class Arms:
+    """Runs the arms of one pair. Both models are in evaluation mode and on their devices."""
+
+    def __init__(self, source: LoadedModel, target: LoadedModel, *, tail: int) -> None:
         self._source = source
         self._target = target
         self._tail = tail
-        self._exact = exact_prefix
 
-    def mapped_prefix(self, window: Tensor) -> KvRows:
-        """The mapped rows of a window's prefix (no exact rows), from a source forward of it alone."""
+    def source_prefix(self, window: Tensor) -> KvRows:
+        """The source's rows of a window's prefix, from a forward of it alone."""
         prefix = window[: len(window) - self._tail]
-        _, cache = run(self._source.model, prefix, keep=1)
-        return self._map(KvRows.of(cache, len(prefix)))
+        return KvRows.of(run(self._source.model, prefix, keep=1)[1], len(prefix))
 
-    def run(self, window: Tensor, wrong: KvRows) -> tuple[WindowResult, KvRows]:
-        """All arms on one window `[prefix + tail]`; `wrong`: another window's mapped prefix.
+    def baseline(self, window: Tensor) -> Baseline:
+        """The arms that need no mapper, on one window `[prefix + tail]`.
 
-        Returns the result and this window's mapped rows, which serve as another's wrong document.
         Errors: `Corrupt` when rows or logits are not finite.
         """
         split = len(window) - self._tail
         # The last token is a label only, so no arm runs it.
         body, tail, labels = window[:-1], window[split:-1], window[split + 1 :]
-        keep = len(tail)
         target = self._target.model
-
-        source_logits, source_cache = run(self._source.model, body, keep=keep)
-        mapped = self._map(KvRows.of(source_cache, split))
-        del source_cache
-        with QueryProbe(target, keep) as probe:
-            native_logits, native_cache = run(target, body, keep=keep)
-        native = KvRows.of(native_cache, split)
-        del native_cache
+        source_logits, cache = run(self._source.model, body, keep=len(tail))
+        source = KvRows.of(cache, split)
+        source.check_finite("the source's cache")
+        with QueryProbe(target, len(tail)) as probe:
+            logits, cache = run(target, body, keep=len(tail))
+        native = KvRows.of(cache, split)
+        del cache
         native.check_finite("the target's own cache")
-
-        sums: dict[Arm, LogitSums] = {}
-
-        def score(arm: Arm, logits: Tensor) -> None:
-            if not torch.isfinite(logits).all():
-                raise Corrupt(f"the {arm} arm gave NaN or infinite logits", "nothing was evaluated")
-            sums[arm] = compare_logits(native_logits, logits.to(native_logits.device), labels)
-
-        def tail_on(rows: KvRows | None) -> Tensor:
-            return run(target, tail, start=split, rows=rows)[0]
-
-        served = mapped.with_exact_prefix(native, self._exact)
-        score("native", native_logits)
-        error = injection_error(native_logits, tail_on(native))
-        score("source", source_logits)
+        sums: dict[Arm, LogitSums] = {
+            "native": _compare("native", logits, logits, labels),
+            "source": _compare("source", logits, source_logits, labels),
+        }
         del source_logits
-        score("mapped", tail_on(served))
-        score("wrong-document", tail_on(wrong.with_exact_prefix(native, self._exact)))
-        score("empty", tail_on(None))
+        sums["empty"] = _compare("empty", logits, run(target, tail, start=split)[0], labels)
+        error = injection_error(logits, run(target, tail, start=split, rows=native)[0])
+        return Baseline(source, native, logits, tail, labels, probe, sums, error)
 
-        rope = self._target.identity.rope
-        keys, values = row_moments(native, served, rope, self._exact)
-        return (
-            WindowResult(keep, sums, self._cosine(probe, native, served), keys, values, error),
-            mapped,
+    def mapped(self, base: Baseline, mapper: Mapper, wrong: KvRows, *, exact_prefix: int) -> WindowResult:
+        """The arms of one mapper on the window of `base`; wrong: the source's rows of another prefix.
+
+        Errors: `Corrupt` when mapped rows or logits are not finite.
+        """
+        served = self._map(mapper, base.source).with_exact_prefix(base.native, exact_prefix)
+        other = self._map(mapper, wrong).with_exact_prefix(base.native, exact_prefix)
+        sums = dict(base.sums)
+        caches: tuple[tuple[Arm, KvRows], ...] = (("mapped", served), ("wrong-document", other))
+        for arm, rows in caches:
+            logits, _ = run(self._target.model, base.tail, start=len(base.native), rows=rows)
+            sums[arm] = _compare(arm, base.logits, logits, base.labels)
+        keys, values = row_moments(base.native, served, self._target.identity.rope, exact_prefix)
+        cosine = np.stack(
+            [
+                attention_cosine(
+                    base.probe.queries[layer],
+                    base.probe.scaling[layer],
+                    (base.native.keys[layer], base.native.values[layer]),
+                    (served.keys[layer], served.values[layer]),
+                )
+                for layer in range(len(served.keys))
+            ]
         )
+        return WindowResult(len(base.labels), sums, cosine, keys, values, base.injection_error)
 
-    def _map(self, rows: KvRows) -> KvRows:
+    def _map(self, mapper: Mapper, rows: KvRows) -> KvRows:
         """Through the mapper, in the dtype that the target caches."""
         positions = torch.arange(len(rows), device=rows.keys[0].device)
         source = SourceRows(rows.keys, rows.values, positions, self._source.identity.rope)
@@ -128,23 +146,15 @@ class Arms:
         keys, values = [], []
         with torch.inference_mode():
             for layer in range(self._target.identity.geometry.num_layers):
-                key, value = self._mapper.map_layer(layer, source)
+                key, value = mapper.map_layer(layer, source)
                 keys.append(key.to(target.device, target.dtype))
                 values.append(value.to(target.device, target.dtype))
         mapped = KvRows(tuple(keys), tuple(values))
         mapped.check_finite("the mapped cache")
         return mapped
 
-    @staticmethod
-    def _cosine(probe: QueryProbe, native: KvRows, mapped: KvRows) -> Array:
-        return np.stack(
-            [
-                attention_cosine(
-                    probe.queries[layer],
-                    probe.scaling[layer],
-                    (native.keys[layer], native.values[layer]),
-                    (mapped.keys[layer], mapped.values[layer]),
-                )
-                for layer in range(len(native.keys))
-            ]
-        )
+
+def _compare(arm: Arm, native: Tensor, logits: Tensor, labels: Tensor) -> LogitSums:
+    if not torch.isfinite(logits).all():
+        raise Corrupt(f"the {arm} arm gave NaN or infinite logits", "nothing was evaluated")
+    return compare_logits(native, logits.to(native.device), labels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from kvhub.fit.text import token_digest
 from kvhub.mapper.base import Mapper
 
 if TYPE_CHECKING:
+    from kvhub.artifact.manifest import Manifest
     from kvhub.model.identity import ModelIdentity
     from kvhub.model.load import LoadedModel
 
@@ -53,42 +54,74 @@ def evaluate(
 ) -> Evidence:
     """Run all arms on `domains`, `{name: [windows, prefix + tail] int64 token ids}`.
 
-    One window's logits and three prefixes' rows are held at a time, whatever the number of
-    windows. The same input and seed give the same record, but for `created`.
+    One window's logits and four prefixes' rows are held at a time, whatever the number of windows.
+    The same input and seed give the same record, but for `created`.
 
     Errors: `Incompatible` when a live model is not the one that the mapper was fitted on, or when
     the injection check fails (on the first window already); `BadInput` for unusable windows;
     `Corrupt` for rows or logits that are not finite.
     """
-    settings = settings or EvalSettings()
-    manifest = mapper.manifest
-    check_model("source", manifest.source, source.identity)
-    check_model("target", manifest.target, target.identity)
-    exact = manifest.exact_prefix if settings.exact_prefix is None else settings.exact_prefix
-    prefix = _check_windows(domains, settings, exact)
-    for model in (source.identity, target.identity):
-        if prefix + settings.tail > model.rope.max_position:
-            raise BadInput(
-                f"windows of {prefix + settings.tail} tokens exceed the context of {model.name}"
-                f" ({model.rope.max_position})",
-                "use a shorter --prefix or --tail",
-            )
+    return evaluate_all([mapper], source, target, domains, settings, progress=progress)[0]
 
+
+def evaluate_all(
+    mappers: Sequence[Mapper],
+    source: LoadedModel,
+    target: LoadedModel,
+    domains: Mapping[str, Tensor],
+    settings: EvalSettings | None = None,
+    *,
+    progress: Progress | None = None,
+) -> list[Evidence]:
+    """`evaluate` for several mappers of one pair: the arms that need no mapper run once.
+
+    Each record is what `evaluate` gives for that mapper alone.
+    """
+    settings = settings or EvalSettings()
+    exact = [
+        m.manifest.exact_prefix if settings.exact_prefix is None else settings.exact_prefix for m in mappers
+    ]
+    for mapper in mappers:
+        check_model("source", mapper.manifest.source, source.identity)
+        check_model("target", mapper.manifest.target, target.identity)
+    prefix = _check_windows(domains, settings, max(exact))
+    _check_context(prefix + settings.tail, source.identity, target.identity)
+
+    placed = [mapper.to(source.model.device) for mapper in mappers]
     total, done = sum(len(windows) for windows in domains.values()), 0
-    arms = Arms(mapper, source, target, tail=settings.tail, exact_prefix=exact)
-    results: dict[str, list[WindowResult]] = {}
+    arms = Arms(source, target, tail=settings.tail)
+    results: list[dict[str, list[WindowResult]]] = [{} for _ in mappers]
     for name, windows in domains.items():
-        found: dict[int, WindowResult] = {}
+        found: list[dict[int, WindowResult]] = [{} for _ in mappers]
         order = wrong_document_order(len(windows))
-        wrong = arms.mapped_prefix(windows[order[-1]])
+        wrong = arms.source_prefix(windows[order[-1]])
         for index in order:
-            found[index], wrong = arms.run(windows[index], wrong)
-            check_injection([found[index].injection_error], target.identity.dtype)
+            base = arms.baseline(windows[index])
+            check_injection([base.injection_error], target.identity.dtype)
+            for mapper, count, mine in zip(placed, exact, found, strict=True):
+                mine[index] = arms.mapped(base, mapper, wrong, exact_prefix=count)
+            wrong = base.source
             done += 1
             if progress is not None:
                 progress(done, total)
-        results[name] = [found[index] for index in range(len(windows))]
+        for mine, kept in zip(found, results, strict=True):
+            kept[name] = [mine[index] for index in range(len(windows))]
+    text = token_digest(domains.values())
+    return [
+        _evidence(mapper.manifest, kept, settings, exact_prefix=count, prefix=prefix, text=text)
+        for mapper, count, kept in zip(mappers, exact, results, strict=True)
+    ]
 
+
+def _evidence(
+    manifest: Manifest,
+    results: Mapping[str, Sequence[WindowResult]],
+    settings: EvalSettings,
+    *,
+    exact_prefix: int,
+    prefix: int,
+    text: str,
+) -> Evidence:
     injection = max(r.injection_error for windows in results.values() for r in windows)
     scores, layers = summarize(results, resamples=settings.resamples, seed=settings.seed)
     return Evidence(
@@ -97,19 +130,19 @@ def evaluate(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         protocol=(
             f"prefix {prefix}, tail {settings.tail} (first tail token not scored), "
-            f"{source.identity.dtype} to {target.identity.dtype}, "
+            f"{manifest.source.dtype} to {manifest.target.dtype}, "
             f"bootstrap over windows {settings.resamples} x seed {settings.seed}"
         ),
-        text=token_digest(domains.values()),
-        windows=total,
-        exact_prefix=exact,
+        text=text,
+        windows=sum(len(windows) for windows in results.values()),
+        exact_prefix=exact_prefix,
         injection_max_logit_error=injection,
         scores=scores,
         layers=layers,
         verdict=judge(
             scores,
             injection_error=injection,
-            exact_prefix=exact,
+            exact_prefix=exact_prefix,
             served_exact_prefix=manifest.exact_prefix,
             gate=settings.gate,
         ),
@@ -173,3 +206,12 @@ def _check_windows(domains: Mapping[str, Tensor], settings: EvalSettings, exact:
         if len(windows) != len({tuple(row) for row in windows[:, :prefix].tolist()}):
             raise BadInput(f"{name} has two windows with the same prefix", "remove repeated text")
     return prefix
+
+
+def _check_context(length: int, *models: ModelIdentity) -> None:
+    for model in models:
+        if length > model.rope.max_position:
+            raise BadInput(
+                f"windows of {length} tokens exceed the context of {model.name} ({model.rope.max_position})",
+                "use a shorter --prefix or --tail",
+            )

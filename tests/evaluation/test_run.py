@@ -7,7 +7,7 @@ from support.eval_pair import AffineMapper, RandomMapper, sampled_windows, tiny
 from kvhub.errors import BadInput, Corrupt, Incompatible
 from kvhub.evaluation.evidence import Evidence
 from kvhub.evaluation.inject import KvRows, run
-from kvhub.evaluation.run import EvalSettings, evaluate, wrong_document_order
+from kvhub.evaluation.run import EvalSettings, evaluate, evaluate_all, wrong_document_order
 
 SETTINGS = EvalSettings(tail=9, resamples=200)
 ARMS = ("native", "source", "mapped", "empty", "wrong-document")
@@ -142,6 +142,16 @@ def test_same_input_same_record(model, domains):
     assert other.score("nll").value == one.score("nll").value
     assert other.score("nll").low != one.score("nll").low
     assert one.text == other.text
+
+
+def test_several_mappers_at_once_give_what_each_gives_alone(model, domains):
+    source = tiny(7)
+    mappers = [AffineMapper(source, model), RandomMapper(source, model, exact_prefix=3)]
+    together = evaluate_all(mappers, source, model, domains, SETTINGS)
+    for mapper, found in zip(mappers, together, strict=True):
+        alone = evaluate(mapper, source, model, domains, SETTINGS)
+        assert found.model_copy(update={"created": alone.created}) == alone
+    assert together[0].scores != together[1].scores
 
 
 def test_bfloat16_models_pass_the_injection_check(domains):
