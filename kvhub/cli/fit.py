@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvhub.errors import BadInput
+
 if TYPE_CHECKING:
     from kvhub.fit.command import Stored
 
@@ -98,6 +100,8 @@ def command(
         store_dtype=store_dtype,
         seed=seed,
     )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device cuda: no GPU can be used here", "use --device cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     logging.disable_progress_bar()  # one bar a fit, and it is ours

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from support.prose import write_text
 from support.tiny import make_tiny
 
@@ -100,6 +101,12 @@ def test_output_puts_a_directory_for_each_mapper(place: Place, tmp_path: Path) -
         (["--length", "4000"], 2, "held-out side of the text is shorter"),
         (["--sequences", "2"], 2, "needs at least 65 (192 tokens"),
         (["--text", "absent.txt"], 3, "no such text file"),
+        pytest.param(
+            ["--device", "cuda"],
+            2,
+            "no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_bad_arguments_are_one_line_and_leave_nothing(
@@ -131,7 +138,6 @@ def test_unusable_models_are_refused(
 def test_nan_in_a_cache_names_the_model_and_the_layer(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import torch
     from safetensors.torch import load_file, save_file
 
     file = Path(place.target) / "model.safetensors"
