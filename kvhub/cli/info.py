@@ -52,8 +52,11 @@ def command(mapper: str, form: str) -> None:
     if problem:
         click.echo(f"problem      {output.clean(problem)}")
     if evidence is not None:
-        _gate(evidence)
-    if row.scores:
+        from kvhub.cli.evidence_table import print_evidence
+
+        click.echo()
+        print_evidence(evidence)
+    elif row.scores:
         click.echo()
         output.table(SCORES, [_score(score) for score in row.scores])
 
@@ -113,14 +116,6 @@ def _calibration(row: MapperRow) -> str:
 def _layers(manifest: Manifest) -> str:
     text = "; ".join(f"{t}<-{','.join(map(str, chosen))}" for t, chosen in enumerate(manifest.source_layers))
     return text if len(text) <= 400 else text[:400].rpartition(";")[0] + "; ... (--format json has all)"
-
-
-def _gate(evidence: Evidence) -> None:
-    click.echo(f"gate         {'passed' if evidence.verdict.passed else 'not passed'}")
-    for check in evidence.verdict.checks:
-        mark = "ok  " if check.passed else "FAIL"
-        line = f"{check.name}: {check.found:.4g} (limit {check.limit:.4g}, {check.domain})"
-        click.echo(f"  {mark} {output.clean(line)}")
 
 
 def _score(score: ScoreRecord) -> dict[str, str]:

@@ -61,8 +61,9 @@ FIELDS = (
 def command(source: str | None, target: str | None, family: str | None, state: str | None, form: str) -> None:
     """List registered mappers.
 
-    COSINE is the attention-output cosine, GAP REC. the share of what the empty
-    cache loses that the mapped one keeps; both on held-out text (kvhub eval).
+    COSINE is the attention-output cosine; GAP REC. the share of the target's
+    advantage over the source that the mapped cache keeps ("-" where it has
+    none). Both on held-out text (kvhub eval); before that, R2 is the fit's own.
     """
     with explained(), open_registry() as registry:
         rows = registry.list(source=source, target=target, family=family, state=state)

@@ -15,11 +15,10 @@ from kvhub_registry import Registry
 @pytest.fixture(scope="session")
 def postgres_url() -> Iterator[str]:
     try:
-        postgres.binaries()
+        with postgres.server() as url:
+            yield url
     except postgres.Missing as missing:
         pytest.skip(f"PostgreSQL: {missing}")
-    with postgres.server() as url:
-        yield url
 
 
 def fresh_database(url: str) -> str:

@@ -58,13 +58,18 @@ def test_eight_processes_register_and_promote_at_once(url: str) -> None:
 
 def test_killed_writers_leave_a_sound_database(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/r.db"
-    Registry.open(url).close()
-    for _ in range(2):
-        workers = [start(url, worker, WORKER.replace("range(8)", "range(10**6)")) for worker in range(2)]
-        time.sleep(1.5)
-        for process in workers:
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
+    with Registry.open(url) as registry:
+        for _ in range(2):
+            before = len(registry.list())
+            code = WORKER.replace("range(8)", f"range({before}, 10**6)")
+            workers = [start(url, worker, code) for worker in range(2)]
+            deadline = time.monotonic() + 120
+            while len(registry.list()) < before + 6:  # both are writing now
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            for process in workers:
+                process.send_signal(signal.SIGKILL)
+                process.communicate()
     with Registry.open(url) as registry:
         with registry._engine.connect() as connection:
             assert connection.exec_driver_sql("PRAGMA integrity_check").scalar_one() == "ok"
