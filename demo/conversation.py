@@ -31,7 +31,10 @@ class Turn:
     ttft_ms_without: float
     agreement: float
     reason: str
+    mapped_in: int
+    """Number of conversations in which this turn mapped something."""
     exact_tokens_without: int
+    """What the model's own cache covered in the run without kvhub."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,26 @@ def story_tokens() -> int:
 
 
 def hold(servers: dict[str, Server], stories: Sequence[list[int]]) -> list[Turn]:
-    """Hold one conversation per story with reuse, then all again without; one `Turn` each."""
-    switched = [_with_reuse(servers, story) for story in stories]
+    """Hold each conversation with reuse, then at once again without; one `Turn` for each switch.
+
+    The two runs of a conversation lie seconds apart, so that other load on the machine meets both.
+    """
+    pairs = []
+    for story in stories:
+        switched = _with_reuse(servers, story)
+        _flush(servers)
+        pairs.append((switched, _native(servers, switched)))
+        _flush(servers)
+    return [
+        _summary(name, [said[i] for said, _ in pairs], [native[i] for _, native in pairs])
+        for i, name in enumerate(TURNS)
+    ]
+
+
+def _flush(servers: dict[str, Server]) -> None:
+    """Empty both servers' own caches (not the exchange)."""
     for server in servers.values():
         server.flush()
-    native = [_native(servers, conversation) for conversation in switched]
-    return [_summary(name, [c[i] for c in switched], [n[i] for n in native]) for i, name in enumerate(TURNS)]
 
 
 def _with_reuse(servers: dict[str, Server], story: list[int]) -> list[tuple[list[int], Answer]]:
@@ -147,6 +164,7 @@ def _summary(
         ttft_ms_without=round(statistics.median(answer.ttft_ms for answer, _ in native), 1),
         agreement=round(statistics.fmean(share for _, share in native), 3),
         reason=str(account["reason"]),
+        mapped_in=sum(answer.account.get("mapped", 0) > 0 for _, answer in switched),
         exact_tokens_without=native[0][0].cached,
     )
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from demo.conversation import ANSWER, MAX_HOPS, Turn, as_dict
 
 
-def show(turns: Sequence[Turn], drafts: Sequence[str]) -> None:
+def show(turns: Sequence[Turn], conversations: int, drafts: Sequence[str]) -> None:
     """Print one row a turn, and what must be known to read it."""
     table = Table(title="One conversation, two models", title_justify="left")
     for name in ("turn", "model", "prompt", "exact", "mapped", "prefilled", "TTFT", "without", "agreement"):
@@ -37,13 +37,16 @@ def show(turns: Sequence[Turn], drafts: Sequence[str]) -> None:
     if not console.is_terminal:
         console.width = 110  # a file has no edge to wrap at
     console.print(table)
-    for turn in turns:
-        if turn.mapped_tokens == 0 and turn.reason not in ("exact", "no_source"):
-            print(f"# turn of {turn.model}: nothing was mapped ({turn.reason})")
+    for number, turn in enumerate(turns, 1):
+        if number > 1 and turn.mapped_in < conversations:
+            print(f"# Turn {number} mapped something in {turn.mapped_in} of {conversations} conversations.")
     if drafts:
         print(f"# NOT PASSED THE GATE, served by override: mapper {', '.join(drafts)}.")
+    print(f"# TTFT: median of {conversations} conversations, each held with and at once again without kvhub,")
+    print("# then on the same servers with the model's own cache in use.")
+    if any(turn.ttft_ms > turn.ttft_ms_without for turn in turns[1:]):
+        print("# These models are so small that a prefill costs less than a handoff.")
     print(f"# Agreement: of the {ANSWER} answer tokens, those a native prefill puts first too.")
-    print("# Without: the same prompt and server, kvhub out of the way, the model's own cache in use.")
 
 
 def write(path: Path, turns: Sequence[Turn], conversations: int, mappers: Sequence[dict[str, Any]]) -> None:
