@@ -151,10 +151,21 @@ def remove(row: MapperRow, settings: Settings | None = None) -> bool:
     """
     settings = settings or Settings.load()
     directory = Path(row.path)
-    with explained(), open_registry(settings) as registry:
-        registry.remove(row.digest)
     if not _inside(directory, settings.mappers):
+        with explained(), open_registry(settings) as registry:
+            registry.remove(row.digest)
         return not directory.exists()
+    from kvhub.hub.store import exclusive
+
+    settings.mappers.mkdir(parents=True, exist_ok=True)
+    with exclusive(settings.mappers):  # or a pull could register it again in between
+        with explained(), open_registry(settings) as registry:
+            registry.remove(row.digest)
+        _delete(directory)
+    return True
+
+
+def _delete(directory: Path) -> None:
     trash = directory.with_name(f".removed-{directory.name}")
     try:
         if directory.exists():
@@ -163,10 +174,9 @@ def remove(row: MapperRow, settings: Settings | None = None) -> bool:
         shutil.rmtree(trash, ignore_errors=True)
     except OSError as error:
         raise AccessDenied(
-            f"mapper {row.digest[:12]} is forgotten, but {directory} cannot be deleted: {error.strerror}",
+            f"the mapper is forgotten, but {directory} cannot be deleted: {error.strerror}",
             "delete the directory by hand",
         ) from None
-    return True
 
 
 def to_record(directory: Path, manifest: Manifest) -> MapperRecord:

@@ -14,7 +14,7 @@ from kvhub.artifact.layout import EVIDENCE, EVIDENCE_LIMIT, MANIFEST, MANIFEST_L
 from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.read import read_manifest, verify_artifact
 from kvhub.catalog import find, record_evidence, record_location, register
-from kvhub.errors import Corrupt, KvhubError, NotFound
+from kvhub.errors import AccessDenied, Corrupt, KvhubError, NotFound
 from kvhub.hub import client, store
 from kvhub.settings import Settings
 from kvhub_registry import HubLocation, MapperRow
@@ -77,7 +77,10 @@ def fetch(repo_id: str, revision: str | None = None, settings: Settings | None =
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise client.explain(error, repo_id) from error
-        raise KvhubError(f"cannot store {repo_id} in {settings.mappers}: {error.strerror}") from error
+        kind = AccessDenied if isinstance(error, PermissionError) else KvhubError
+        raise kind(
+            f"cannot store {repo_id} in {settings.mappers}: {error.strerror}", "check KVHUB_HOME"
+        ) from error
     return find(manifest.digest, settings)
 
 

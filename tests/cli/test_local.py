@@ -99,7 +99,7 @@ def test_rm(shell, ready: Manifest) -> None:  # type: ignore[no-untyped-def]
     assert "--yes" in shell.run("rm", ready.digest[:8], code=2).stderr
     assert path.exists()
     shell.run("rm", ready.digest[:8], "--yes")
-    assert list(shell.settings.mappers.iterdir()) == []
+    assert [item.name for item in shell.settings.mappers.iterdir()] == [".lock"]
     shell.run("info", ready.digest[:8], code=3)
 
 
