@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -19,6 +19,7 @@ BLOCK_TOKENS = 64
 
 _MAGIC = b"KVHUBBLK"
 _MAX_HEADER = 64 * 1024
+_ALIGNMENT = 64
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -72,7 +73,8 @@ class BlockHeader(Record):
     """Position of the first token."""
     layout: Layout
     lineage: Lineage
-    payload_sha256: Sha256
+    checksum: Sha256
+    """sha256 over the other fields (canonical JSON) and the payload."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +94,16 @@ def encode(
     if tuple(payload.shape) != layout.shape or str(payload.dtype) != f"torch.{layout.dtype}":
         raise ValueError(f"payload {tuple(payload.shape)} {payload.dtype} does not fit {layout}")
     raw = payload.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
-    header = BlockHeader(
-        key=key.hex(),
-        model=model,
-        position=position,
-        layout=layout,
-        lineage=lineage,
-        payload_sha256=hashlib.sha256(raw).hexdigest(),
-    )
+    fields: dict[str, Any] = {
+        "key": key.hex(),
+        "model": model,
+        "position": position,
+        "layout": layout.model_dump(),
+        "lineage": lineage.model_dump(),
+    }
+    header = BlockHeader.model_validate({**fields, "checksum": _checksum(fields, raw)})
     text = canonical_json(header.model_dump(mode="json"))
+    text += b" " * (-(12 + len(text)) % _ALIGNMENT)  # so that the payload can be viewed in place
     return b"".join((_MAGIC, len(text).to_bytes(4, "little"), text, raw))
 
 
@@ -109,7 +112,7 @@ def decode_header(data: bytes | memoryview) -> tuple[BlockHeader, int]:
     if len(data) < 12 or bytes(data[:8]) != _MAGIC:
         raise BlockCorrupt("not a block")
     size = int.from_bytes(data[8:12], "little")
-    if size > _MAX_HEADER or 12 + size > len(data):
+    if size > _MAX_HEADER or 12 + size > len(data) or (12 + size) % _ALIGNMENT:
         raise BlockCorrupt("header length out of bounds")
     try:
         header = BlockHeader.model_validate_json(bytes(data[12 : 12 + size]))
@@ -118,17 +121,26 @@ def decode_header(data: bytes | memoryview) -> tuple[BlockHeader, int]:
     return header, 12 + size
 
 
-def decode(data: bytes, key: bytes, model: str, layout: Layout) -> Block:
-    """A checked block, or `BlockCorrupt`: wrong key, model, layout, size or checksum."""
+def decode(data: torch.Tensor, key: bytes, model: str, layout: Layout) -> Block:
+    """A checked block, or `BlockCorrupt`: wrong key, model, layout, size or checksum.
+
+    data: the file as uint8; the payload is a view of it where alignment allows.
+    """
     import torch
 
-    header, offset = decode_header(data)
+    view = memoryview(data.numpy())  # type: ignore[arg-type]
+    header, offset = decode_header(view)
     if header.key != key.hex() or header.model != model or header.layout != layout:
         raise BlockCorrupt("block is of another key, model or layout")
-    raw = memoryview(data)[offset:]
-    if len(raw) != layout.nbytes:
+    if len(view) - offset != layout.nbytes:
         raise BlockCorrupt("payload has the wrong size")
-    if hashlib.sha256(raw).hexdigest() != header.payload_sha256:
-        raise BlockCorrupt("payload checksum differs")
-    flat = torch.frombuffer(bytearray(raw), dtype=getattr(torch, layout.dtype))
-    return Block(header, flat.view(layout.shape))
+    if _checksum(header.model_dump(exclude={"checksum"}), view[offset:]) != header.checksum:
+        raise BlockCorrupt("checksum differs")
+    dtype = getattr(torch, layout.dtype)
+    return Block(header, data[offset:].view(dtype).view(layout.shape))
+
+
+def _checksum(fields: dict[str, Any], payload: bytes | memoryview) -> str:
+    digest = hashlib.sha256(canonical_json(fields))
+    digest.update(payload)
+    return digest.hexdigest()

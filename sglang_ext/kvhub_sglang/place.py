@@ -35,7 +35,12 @@ class Pool:
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy rows from `source` slots to `target` slots in every layer."""
         for buffer in (*self.keys, *self.values):
-            buffer[target] = buffer[source]
+            buffer.index_copy_(0, target, buffer[source])
+
+    def write(self, layer: int, target: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write rows `[tokens, num_kv_heads, head_dim]` of one layer, rounded to the pool's dtype."""
+        for buffer, rows in ((self.keys[layer], keys), (self.values[layer], values)):
+            buffer.index_copy_(0, target, rows.to(buffer.dtype))
 
     def read(self, slots: Tensor) -> Tensor:
         """Rows of every layer: `[num_layers, 2, tokens, num_kv_heads, head_dim]`."""
@@ -111,8 +116,7 @@ def place(serving: Serving, pool: Pool, runs: list[_Run], slots: Tensor, base: i
             if run.candidate is None:
                 rows = run.rows[:, :, run.inside].to(pool.device)
                 for layer in range(len(pool.keys)):
-                    pool.keys[layer][target] = rows[layer, 0]
-                    pool.values[layer][target] = rows[layer, 1]
+                    pool.write(layer, target, rows[layer, 0], rows[layer, 1])
             else:
                 _map(run, run.candidate, pool, target)
 
@@ -123,13 +127,13 @@ def _map(run: _Run, candidate: Candidate, pool: Pool, target: Tensor) -> None:
     source = SourceRows(
         list(rows[:, 0].unbind(0)), list(rows[:, 1].unbind(0)), positions, candidate.source.rope
     )
-    finite = torch.ones((), dtype=torch.bool, device=pool.device)
+    # one number per layer: a sum is finite only if every term is, and costs one pass
+    sums = []
     for layer in range(len(pool.keys)):
         keys, values = candidate.mapper.map_layer(layer, source)
-        finite &= torch.isfinite(keys).all() & torch.isfinite(values).all()
-        pool.keys[layer][target] = keys.to(pool.keys[layer].dtype)
-        pool.values[layer][target] = values.to(pool.values[layer].dtype)
-    if not bool(finite):
+        sums += [keys.sum(dtype=torch.float32), values.sum(dtype=torch.float32)]
+        pool.write(layer, target, keys, values)
+    if not bool(torch.isfinite(torch.stack(sums)).all()):
         raise Refusal(Code.NOT_FINITE, "the mapped cache has NaN or infinity")
 
 

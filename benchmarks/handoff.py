@@ -1,0 +1,177 @@
+"""Time to the first token after a switch of models: mapped prefix against a full prefill.
+
+    python -m benchmarks.handoff models/small models/large --name shipped --lengths 256 512 1024 2000
+
+Two live servers (`kvhub serve`). For each length and repetition there are two texts
+of that length; the source has answered both. On the target one is asked with reuse
+and the other without, in alternating order, each for the first time: a pair. The
+ratio is prefill / reuse, so above 1 reuse is faster. Excluded: the source's own
+prefill (it happened in the turn before), shown beside. Included: everything the
+target does, the read of the blocks, their checks and the map.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support.server import Server, free_port, running
+
+from benchmarks import machine
+
+HINTS = {
+    "protocol_version": "1",
+    "message_id": "benchmark",
+    "actions": [
+        {
+            "action_id": "1",
+            "action_type": "kvhub.reuse",
+            "action_version": "1",
+            "payload": {"reuse": True},
+        }
+    ],
+}
+
+
+def ask(server: Server, prompt: list[int], *, reuse: bool) -> tuple[float, dict[str, Any]]:
+    """Milliseconds until the first streamed token, and kvhub's report."""
+    body: dict[str, Any] = {
+        "input_ids": prompt,
+        "stream": True,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+    }
+    if reuse:
+        body["kv_hints"] = HINTS
+    request = urllib.request.Request(
+        f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    started, first, last = time.perf_counter(), 0.0, {}
+    with urllib.request.urlopen(request, timeout=1800) as stream:
+        for line in stream:
+            if line.startswith(b"data: {"):
+                first = first or (time.perf_counter() - started) * 1e3
+                last = json.loads(line[6:])
+    return first, last["meta_info"]["kvhub"][0]
+
+
+def measure(source: Server, target: Server, texts: list[list[int]]) -> list[dict[str, Any]]:
+    """One pair per two texts (all of one length)."""
+    pairs = []
+    for number in range(len(texts) // 2):
+        chosen = texts[2 * number : 2 * number + 2]
+        source_ms = [ask(source, text, reuse=False)[0] for text in chosen]
+        order = (True, False) if number % 2 else (False, True)
+        found = {reuse: ask(target, text, reuse=reuse) for reuse, text in zip(order, chosen, strict=True)}
+        report = found[True][1]
+        assert found[False][1]["mapped"] == 0
+        pairs.append(
+            {
+                "reuse_ms": found[True][0],
+                "prefill_ms": found[False][0],
+                "ratio": found[False][0] / found[True][0],
+                "mapped": report["mapped"],
+                "prefilled": report["prefilled"],
+                "handoff_ms": report["ms"],
+                "reason": report["reason"],
+                "source_prefill_ms": statistics.mean(source_ms),
+            }
+        )
+        print(json.dumps(pairs[-1]), file=sys.stderr, flush=True)
+    return pairs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source")
+    parser.add_argument("target")
+    parser.add_argument("--name", required=True, help="results/handoff-NAME.json")
+    parser.add_argument("--text", type=Path, default=Path("demo/text/wikipedia.txt"))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2000])
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=1, help="pairs per length that are not counted")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype")
+    arguments = parser.parse_args()
+
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(arguments.target)(arguments.text.read_text())["input_ids"]
+    each = 2 * (arguments.pairs + arguments.warmup)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
+    flags = ["--", "--max-total-tokens", "16384"]
+    flags += ["--dtype", arguments.dtype] if arguments.dtype else []
+    result: dict[str, Any] = {
+        "what": "TTFT on the target, full prefill / reuse, pairs in one run",
+        "source": Path(arguments.source).name,
+        "target": Path(arguments.target).name,
+        "dtype": arguments.dtype or "as fitted",
+        "threads_per_server": arguments.threads,
+        "excluded": "the source's prefill and its publishing, which belong to the turn before",
+        "machine": machine.describe(),
+        "lengths": [],
+    }
+    with contextlib.ExitStack() as stack:
+        servers = []
+        exchange = stack.enter_context(contextlib.closing(_Exchange()))
+        for model, other in ((arguments.source, arguments.target), (arguments.target, arguments.source)):
+            command = [sys.executable, "-m", "kvhub", "serve", model, "--allow-draft"]
+            command += ["--exchange", exchange.path]
+            command += ["--reuse-from", other] if model == arguments.target else []
+            port = free_port()
+            command += ["--port", str(port), *flags]
+            servers.append(stack.enter_context(running(command, environment, port=port, wait=False)))
+        for server in servers:
+            server.wait()
+        offset = 0
+        for length in arguments.lengths:
+            texts = []
+            for number in range(each):
+                start = (offset + number * (length // 2 + 7)) % (len(ids) - length)
+                texts.append([*ids[start : start + length - 1], 7 + number])
+            offset += 131
+            # a different first token makes every text new to both servers
+            texts = [[ids[(offset + 17 * n) % 4000], *text[1:]] for n, text in enumerate(texts)]
+            pairs = measure(servers[0], servers[1], texts)[arguments.warmup :]
+            result["lengths"].append(
+                {
+                    "tokens": length,
+                    "ratio": machine.interval([pair["ratio"] for pair in pairs]),
+                    "reuse_ms": statistics.median(pair["reuse_ms"] for pair in pairs),
+                    "prefill_ms": statistics.median(pair["prefill_ms"] for pair in pairs),
+                    "pairs": pairs,
+                }
+            )
+            path = machine.write(f"handoff-{arguments.name}", result)
+    print(f"{'tokens':>7} {'prefill / reuse':>16}  95 %")
+    for row in result["lengths"]:
+        ratio = row["ratio"]
+        print(f"{row['tokens']:>7} {ratio['median']:>16.2f}  {ratio['low']:.2f} .. {ratio['high']:.2f}")
+    print(path)
+
+
+class _Exchange:
+    """A private directory in memory where there is a tmpfs, removed at the end."""
+
+    def __init__(self) -> None:
+        import tempfile
+
+        root = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        self._directory = tempfile.TemporaryDirectory(prefix="kvhub-", dir=root)
+        self.path = self._directory.name
+
+    def close(self) -> None:
+        self._directory.cleanup()
+
+
+if __name__ == "__main__":
+    main()
