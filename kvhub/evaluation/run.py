@@ -210,8 +210,8 @@ def _check_windows(domains: Mapping[str, Tensor], settings: EvalSettings, exact:
 
 def _check_context(length: int, *models: ModelIdentity) -> None:
     for model in models:
-        if length > model.rope.max_position:
+        if length > model.rope.context:
             raise BadInput(
-                f"windows of {length} tokens exceed the context of {model.name} ({model.rope.max_position})",
+                f"windows of {length} tokens exceed the context of {model.name} ({model.rope.context})",
                 "use a shorter --prefix or --tail",
             )

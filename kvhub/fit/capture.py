@@ -42,10 +42,10 @@ def capture(model: LoadedModel, token_ids: Tensor) -> Capture:
     `KvhubError` naming the layer where the cache is not finite.
     """
     rope = model.identity.rope
-    if len(token_ids) > rope.max_position:
+    if len(token_ids) > rope.context:
         raise BadInput(
             f"windows of {len(token_ids)} tokens exceed the context of {model.identity.name}"
-            f" ({rope.max_position})",
+            f" ({rope.context})",
             "use a shorter --length",
         )
     return _capture(model.model, token_ids, rope, model.identity.name)

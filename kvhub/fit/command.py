@@ -80,9 +80,9 @@ def fit(
 
 def _demand_context(models: Sequence[ModelIdentity], settings: FitSettings) -> None:
     for model in models:
-        if settings.length > model.rope.max_position:
+        if settings.length > model.rope.context:
             raise BadInput(
-                f"--length {settings.length} exceeds the context of {model.name} ({model.rope.max_position})"
+                f"--length {settings.length} exceeds the context of {model.name} ({model.rope.context})"
             )
 
 

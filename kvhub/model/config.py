@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,19 +16,30 @@ class Architecture(NamedTuple):
     """What kvhub must know about a model type that its config does not say."""
 
     name: str
-    pairing: Literal["half", "interleaved"]
+    pairing: Literal["half", "interleaved"] = "half"
+    partial: bool = False
+    """Whether RoPE may turn only the first part of a head."""
 
 
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", "half"),
-    "mistral": Architecture("MistralForCausalLM", "half"),
-    "qwen2": Architecture("Qwen2ForCausalLM", "half"),
-    "qwen3": Architecture("Qwen3ForCausalLM", "half"),
-    "qwen3_moe": Architecture("Qwen3MoeForCausalLM", "half"),
+    "cohere": Architecture("CohereForCausalLM", "interleaved"),
+    "glm": Architecture("GlmForCausalLM", "interleaved", partial=True),
+    "glm4": Architecture("Glm4ForCausalLM", "interleaved", partial=True),
+    "llama": Architecture("LlamaForCausalLM"),
+    "mistral": Architecture("MistralForCausalLM"),
+    "phi3": Architecture("Phi3ForCausalLM", partial=True),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3_moe": Architecture("Qwen3MoeForCausalLM"),
 }
-"""By `model_type`. Decoders with one dense KV row per token, layer and head, and one RoPE for all layers."""
+"""By `model_type`. Decoders with one dense KV row per token, layer and head, and one RoPE for all layers.
 
-_RECURRENT = ("mamba", "ssm", "linear_attn", "linear_attention", "recurrent", "conv_kernel")
+Each is here because a test compares the cache of a live model of its type with the description.
+"""
+
+_RECURRENT = ("mamba", "ssm", "linear_attn", "linear_attention", "recurrent", "conv_kernel", "rwkv")
+_MIXED = ("layers_block_type", "block_types", "_block_types", "hybrid_override_pattern", "attn_layer_period")
+_MEDIA = ("vision_config", "audio_config", "text_config", "thinker_config", "vision_tower", "mm_vision_tower")
 
 
 class ModelConfig(NamedTuple):
@@ -42,10 +54,10 @@ class ModelConfig(NamedTuple):
 def read_config(path: Path) -> ModelConfig:
     """Read `path/config.json` and refuse by name what kvhub does not understand.
 
-    Errors: `NotFound` (no config), `Corrupt` (not JSON), `Incompatible` with code `adapter`,
-    `mla`, `hybrid`, `architecture`, `quantized_kv`, `quantized_weights`, `sliding_window` or `rope_theta`.
+    Errors: `NotFound` (no config), `Corrupt` (not JSON), `Incompatible` with code `adapter`, `multimodal`,
+    `mla`, `hybrid`, `sliding_window`, `quantized_kv`, `quantized_weights`, `architecture` or `rope_theta`.
     """
-    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+    if (path / "adapter_config.json").exists():
         raise Incompatible(
             f"{path} is an adapter, not a model", "merge it into its base model", code="adapter"
         )
@@ -54,18 +66,63 @@ def read_config(path: Path) -> ModelConfig:
     except NotFound:
         raise NotFound(f"{path} has no config.json", "give a directory that transformers can load") from None
     raw = parse_object(data, f"{path / 'config.json'}")
-    _refuse(path, raw)
+    _refuse_layers(path, raw)
+    _refuse_quantization(path, raw)
+    _refuse_type(path, raw)
     return ModelConfig(raw, _standardise(path), ARCHITECTURES[raw["model_type"]])
 
 
-def _refuse(path: Path, raw: dict[str, Any]) -> None:
+def _refuse_layers(path: Path, raw: dict[str, Any]) -> None:
+    """What is cached is something else than one dense row of keys and values a token, layer and head."""
     kind = shown(raw.get("model_type"), 64)
+    if media := next((key for key in _MEDIA if raw.get(key)), None):
+        raise Incompatible(
+            f"{path}: multimodal models ({kind}, {media}) are not supported", code="multimodal"
+        )
     if raw.get("kv_lora_rank"):
         raise Incompatible(f"{path}: multi-head latent attention ({kind}) is not supported", code="mla")
     layer_types = raw.get("layer_types") or []
-    unusual = {str(item) for item in layer_types} - {"full_attention", "sliding_attention"}
-    if unusual or any(word in key for key in raw for word in _RECURRENT):
-        raise Incompatible(f"{path}: {kind} mixes attention with other layers, not supported", code="hybrid")
+    if not isinstance(layer_types, list):
+        raise BadInput(f"{path}: layer_types in config.json is not a list")
+    unusual = sorted({str(item) for item in layer_types} - {"full_attention", "sliding_attention"})
+    mixed = [key for key in raw if (key in _MIXED and raw[key]) or any(word in key for word in _RECURRENT)]
+    if unusual or mixed or any(word in kind for word in ("mamba", "rwkv")):
+        what = f" ({shown([*unusual, *mixed][0], 64)})" if unusual or mixed else ""
+        raise Incompatible(
+            f"{path}: {kind} has other layers than full attention{what}, not supported", code="hybrid"
+        )
+    if "sliding_attention" in layer_types or raw.get("sliding_window_pattern"):
+        raise Incompatible(f"{path}: sliding-window attention is not supported", code="sliding_window")
+
+
+def _refuse_quantization(path: Path, raw: dict[str, Any]) -> None:
+    described = raw.get("quantization_config")
+    beside = path / "hf_quant_config.json"  # ModelOpt
+    if beside.exists():
+        content = parse_object(read_bounded(beside, limit=CONFIG_LIMIT, follow_symlinks=True), str(beside))
+        described = {**(described if isinstance(described, dict) else {}), **content}
+    if not described:
+        return
+    if isinstance(described, dict) and any(
+        key.startswith("kv_cache") and value for key, value in _items(described)
+    ):
+        raise Incompatible(
+            f"{path}: a quantised KV cache is not supported",
+            "kvhub maps rows of bfloat16, float16 or float32",
+            code="quantized_kv",
+        )
+    raise Incompatible(f"{path}: quantised weights are not supported", code="quantized_weights")
+
+
+def _items(described: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in described.items():
+        yield key, value
+        if isinstance(value, dict):
+            yield from value.items()
+
+
+def _refuse_type(path: Path, raw: dict[str, Any]) -> None:
+    kind = shown(raw.get("model_type"), 64)
     known = ", ".join(sorted(ARCHITECTURES))
     if kind not in ARCHITECTURES:
         raise Incompatible(
@@ -76,13 +133,6 @@ def _refuse(path: Path, raw: dict[str, Any]) -> None:
         raise Incompatible(
             f"{path}: architecture {shown(named, 80)} is not a plain {kind}", code="architecture"
         )
-    quantization = raw.get("quantization_config")
-    if isinstance(quantization, dict) and quantization.get("kv_cache_scheme"):
-        raise Incompatible(f"{path}: a quantised KV cache is not supported", code="quantized_kv")
-    if quantization:
-        raise Incompatible(f"{path}: quantised weights are not supported", code="quantized_weights")
-    if "sliding_attention" in layer_types:
-        raise Incompatible(f"{path}: sliding-window attention is not supported", code="sliding_window")
     if not any("rope_theta" in place for place in _rope_places(raw)):
         raise Incompatible(
             f"{path}: config.json does not name rope_theta",
@@ -104,8 +154,14 @@ def _standardise(path: Path) -> Any:
     except Exception as error:  # transformers raises many kinds for a bad config
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BadInput(f"{path}: config.json cannot be used: {shown(reason)}") from error
-    if getattr(config, "sliding_window", None) is not None or "sliding_attention" in (
-        getattr(config, "layer_types", None) or []
-    ):
+    if "sliding_attention" in (getattr(config, "layer_types", None) or []) or _slides(config):
         raise Incompatible(f"{path}: sliding-window attention is not supported", code="sliding_window")
     return config
+
+
+def _slides(config: Any) -> bool:
+    """Whether a window ever hides a token: one as long as the context (Phi-4-mini) does not."""
+    window = getattr(config, "sliding_window", None)
+    return window is not None and not (
+        isinstance(window, int) and window >= getattr(config, "max_position_embeddings", window + 1)
+    )

@@ -13,7 +13,9 @@ from kvhub.model.headers import TensorHeader
 from kvhub.model.identity import Geometry
 from kvhub.strict_json import first_fault
 
-_ATTENTION = re.compile(r"^(?:model\.)?layers\.(\d+)\.self_attn\.(q_proj|k_proj|v_proj|k_norm)\.weight$")
+_ATTENTION = re.compile(
+    r"^(?:model\.)?layers\.(\d+)\.self_attn\.(q_proj|k_proj|v_proj|qkv_proj|k_norm)\.weight$"
+)
 
 
 def geometry(config: Any, tensors: Mapping[str, TensorHeader], where: str) -> Geometry:
@@ -31,9 +33,12 @@ def geometry(config: Any, tensors: Mapping[str, TensorHeader], where: str) -> Ge
         head_dim = config.hidden_size // heads
     shapes = _attention_shapes(tensors)
     layers, hidden = config.num_hidden_layers, config.hidden_size
-    _confirm(shapes, "k_proj", layers, (kv_heads * head_dim, hidden), where)
-    _confirm(shapes, "v_proj", layers, (kv_heads * head_dim, hidden), where)
-    _confirm(shapes, "q_proj", layers, (heads * head_dim, hidden), where)
+    if "qkv_proj" in shapes:  # Phi-3
+        _confirm(shapes, "qkv_proj", layers, ((heads + 2 * kv_heads) * head_dim, hidden), where)
+    else:
+        _confirm(shapes, "k_proj", layers, (kv_heads * head_dim, hidden), where)
+        _confirm(shapes, "v_proj", layers, (kv_heads * head_dim, hidden), where)
+        _confirm(shapes, "q_proj", layers, (heads * head_dim, hidden), where)
     if "k_norm" in shapes:
         # [head_dim]: one norm for every head. OLMo2's is over all heads at once and would not fit here.
         _confirm(shapes, "k_norm", layers, (head_dim,), where)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from kvhub.errors import BadInput, Incompatible
+from kvhub.errors import BadInput
 from kvhub.model.config import read_config
 from kvhub.model.fingerprint import hub_snapshot, weight_files, weight_headers, weights_revision
 from kvhub.model.geometry import geometry
 from kvhub.model.identity import Dtype, Geometry, ModelIdentity, RopeSpec
+from kvhub.model.live import check_live
 from kvhub.model.pair import check_pair
-from kvhub.model.rope import rope_spec, rope_spec_from_module, same_angles
+from kvhub.model.rope import rope_spec
 from kvhub.model.tokenizer import chat_template_digest, load_tokenizer, tokenizer_digest
 from kvhub.strict_json import shown
 
@@ -33,7 +34,7 @@ def identify(
     path = path.absolute()
     architecture, shape, rope = describe(path)
     if model is not None:
-        _check_live(model, shape, rope, dtype)
+        check_live(model, shape, rope, dtype)
     tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
     snapshot = hub_snapshot(path)
     return ModelIdentity(
@@ -53,26 +54,3 @@ def describe(path: Path) -> tuple[str, Geometry, RopeSpec]:
     described = read_config(path)
     shape = geometry(described.config, weight_headers(weight_files(path)), str(path))
     return described.architecture.name, shape, rope_spec(described.config)
-
-
-def _check_live(model: Any, shape: Geometry, rope: RopeSpec, dtype: str) -> None:
-    if (found := str(model.dtype).removeprefix("torch.")) != dtype:
-        raise Incompatible(f"the model was loaded in {found}, not {dtype}", code="dtype")
-    if not same_angles(rope, rope_spec_from_module(model.model.rotary_emb)):
-        # Casting a whole model to bfloat16 by hand also rounds its rotary frequencies.
-        raise Incompatible(
-            "the loaded model's RoPE differs from its config",
-            "load it with from_pretrained(dtype=...) and do not cast it afterwards",
-            code="rope_live",
-        )
-    layers = model.model.layers
-    if len(layers) != shape.num_layers:
-        raise Incompatible(
-            f"the loaded model has {len(layers)} layers, not {shape.num_layers}", code="geometry"
-        )
-    for layer in layers:
-        attention = layer.self_attn
-        if attention.head_dim != shape.head_dim or attention.k_proj.out_features != shape.features:
-            raise Incompatible("the loaded model's KV cache differs from its config", code="geometry")
-        if hasattr(attention, "k_norm") != shape.k_norm:
-            raise Incompatible("the loaded model's k_norm differs from its weights", code="geometry")

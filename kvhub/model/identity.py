@@ -83,6 +83,29 @@ class RopeSpec(Record):
             raise ValueError("RoPE needs one inverse frequency for each rotated pair")
         return self
 
+    @property
+    def limit(self) -> int | None:
+        """Number of positions at which the angles depend on the position alone; None: all.
+
+        Dynamic NTK and LongRoPE change their frequencies once a sequence grows past a length, so a key
+        cached before then and one cached after are turned differently at the same position.
+        """
+        if self.rope_type == "dynamic":
+            # One less than the length that transformers keeps: at it, a module that has seen a longer
+            # sequence still uses that one's frequencies.
+            return max(1, self.max_position - 1)
+        if self.rope_type == "longrope" and self.parameters.get("short_factor") != self.parameters.get(
+            "long_factor"
+        ):
+            original = self.parameters.get("original_max_position_embeddings")
+            return original if isinstance(original, int) and original > 0 else 1
+        return None
+
+    @property
+    def context(self) -> int:
+        """The longest sequence to fit and evaluate on: `max_position`, or `limit` where that is less."""
+        return min(self.max_position, self.limit or self.max_position)
+
 
 class ModelIdentity(Record):
     """Everything that must be equal for KV rows to mean the same thing.
@@ -112,4 +135,6 @@ class ModelIdentity(Record):
         """sha256 of the identity, hex."""
         value = self.model_dump(mode="json", exclude={"name", "chat_template"})
         del value["rope"]["inverse_frequencies"]
+        # A logarithm may differ in its last bit between machines; the exact value is compared at load.
+        value["rope"]["attention_factor"] = float(f"{self.rope.attention_factor:.6g}")
         return hashlib.sha256(canonical_json(value)).hexdigest()

@@ -147,17 +147,32 @@ def test_pairs(tmp_path):
 WINDOW = {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 0, "layer_types": None}
 REFUSED = [
     ({"model_type": "gemma3_text"}, "architecture"),
+    ({"model_type": "gpt_neox"}, "architecture"),
     ({"model_type": "no_such_model"}, "architecture"),
     ({"architectures": ["Qwen3ForSequenceClassification"]}, "architecture"),
     ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "mla"),
     ({"layer_types": ["linear_attention", "full_attention", "full_attention"]}, "hybrid"),
+    ({"layer_types": ["conv", "full_attention", "conv"], "model_type": "lfm2"}, "hybrid"),
+    ({"layer_types": ["chunked_attention"] * 3}, "hybrid"),
     ({"model_type": "mamba", "ssm_cfg": {}}, "hybrid"),
+    ({"model_type": "rwkv"}, "hybrid"),
+    ({"model_type": "jamba", "attn_layer_period": 8}, "hybrid"),
+    ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*"}, "hybrid"),
     ({"layer_types": ["sliding_attention"] * 3}, "sliding_window"),
+    ({"model_type": "gemma3_text", "sliding_window_pattern": 6}, "sliding_window"),
     (WINDOW, "sliding_window"),
     ({"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": {"type": "float"}}}, "quantized_kv"),
+    ({"quantization_config": {"quantization": {"kv_cache_quant_algo": "FP8"}}}, "quantized_kv"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantized_weights"),
+    ({"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": None}}, "quantized_weights"),
+    ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}, "multimodal"),
+    ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "multimodal"),
+    ({"model_type": "qwen2_audio", "audio_config": {"d_model": 8}}, "multimodal"),
     ({"rope_parameters": {"rope_type": "default"}}, "rope_theta"),
-    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope_linear"),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "attn_factor": 2.0}},
+        "rope_unknown",
+    ),
     ({"num_hidden_layers": 2, "layer_types": None}, "geometry"),
     ({"head_dim": 12}, "geometry"),
     ({"num_key_value_heads": 4}, "geometry"),
@@ -182,17 +197,45 @@ def test_mistral_window_is_refused_even_by_default(tmp_path):
     identify(path, dtype="float32")
     config = json.loads((path / "config.json").read_text())
     del config["sliding_window"]  # the class then assumes 4096
+    config["max_position_embeddings"] = 32768
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(Incompatible) as caught:
         identify(path, dtype="float32")
     assert caught.value.code == "sliding_window"
 
 
-def test_adapter(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
+def test_a_window_as_long_as_the_context_hides_nothing(tmp_path):
+    path = make_tiny(tmp_path / "m", model_type="phi3", hidden=64, sliding_window=8192)
+    assert load_model(path).identity == identify(path, dtype="float32")
+    edit(path, sliding_window=2047)
     with pytest.raises(Incompatible) as caught:
-        identify(tmp_path, dtype="float32")
+        identify(path, dtype="float32")
+    assert caught.value.code == "sliding_window"
+
+
+@pytest.mark.parametrize("with_config", [False, True])
+def test_adapter(tmp_path, with_config):
+    """With a config beside it transformers would load the base model and the adapter together."""
+    path = make_tiny(tmp_path / "m") if with_config else tmp_path
+    (path / "adapter_config.json").write_text("{}")
+    with pytest.raises(Incompatible) as caught:
+        identify(path, dtype="float32")
     assert caught.value.code == "adapter"
+
+
+def test_quantised_kv_beside_the_config(tmp_path):
+    path = make_tiny(tmp_path / "m")
+    (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"kv_cache_quant_algo": "FP8"}}))
+    with pytest.raises(Incompatible) as caught:
+        identify(path, dtype="float32")
+    assert caught.value.code == "quantized_kv"
+
+
+def test_norms_over_all_heads_are_not_one_norm_a_head(tmp_path):
+    path = make_tiny(tmp_path / "m", model_type="cohere", use_qk_norm=True)
+    with pytest.raises(Incompatible) as caught:
+        identify(path, dtype="float32")
+    assert caught.value.code == "geometry"
 
 
 def test_broken_files(tmp_path):

@@ -94,19 +94,27 @@ def test_whole_and_fractional_theta_are_one_identity():
     assert one.model_dump_json() == rope_spec(config(rope=DEFAULT)).model_dump_json()
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8192}
 LONG = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64, "original_max_position_embeddings": 8192}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, **LONG}
 REFUSED = [
-    ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, "rope_linear"),
-    ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "rope_dynamic"),
-    ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}, "rope_yarn"),
-    ({"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, **LONG}, "rope_longrope"),
+    ({"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}, "rope_proportional"),
+    ({"rope_type": "deepseek_yarn", "rope_theta": 1e4}, "rope_deepseek_yarn"),
     (DEFAULT | {"mrope_section": [16, 24, 24]}, "rope_mrope"),
     (DEFAULT | {"partial_rotary_factor": 0.5}, "rope_partial"),
+    (YARN | {"partial_rotary_factor": 0.5}, "rope_partial"),
     (DEFAULT | {"llama_4_scaling_beta": 0.1}, "rope_unknown"),
+    (DEFAULT | {"factor": 4.0}, "rope_unknown"),
+    ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "alpha": 1000.0}, "rope_unknown"),
+    (YARN | {"attn_factor": 2.0}, "rope_unknown"),  # SGLang reads it, transformers does not
+    (YARN | {"extrapolation_factor": 0.5}, "rope_unknown"),
+    (LONGROPE | {"long_mscale": 1.2}, "rope_unknown"),
 ]
 
 
-@pytest.mark.parametrize(("rope", "code"), REFUSED, ids=[code for _, code in REFUSED])
+@pytest.mark.parametrize(
+    ("rope", "code"), REFUSED, ids=[f"{i}-{code}" for i, (_, code) in enumerate(REFUSED)]
+)
 def test_other_kinds_are_refused_by_name(rope, code):
     made = config()
     made.rope_parameters = rope
@@ -121,6 +129,42 @@ def test_per_layer_rope_is_refused():
     with pytest.raises(Incompatible) as caught:
         rope_spec(made)
     assert caught.value.code == "rope_per_layer"
+
+
+def test_what_no_engine_reads_is_no_part_of_it():
+    plain = rope_spec(config(rope=YARN))
+    assert rope_spec(config(rope=YARN | {"attn_factor": 1.0, "finetuned": True, "mscale": None})) == plain
+
+
+IMPOSSIBLE = [
+    {key: value for key, value in YARN.items() if key != "factor"},
+    YARN | {"factor": "4"},
+    YARN | {"mscale": 0, "mscale_all_dim": 1.0},  # the engines disagree on what 0 means
+    YARN | {"truncate": 1},
+    YARN | {"rope_theta": 1.0},
+    LONGROPE | {"short_factor": [1.0] * 63},
+    LONGROPE | {"long_factor": [1.0] * 63 + [0.0]},
+    LONGROPE | {"long_factor": 2.0},
+    LLAMA31 | {"low_freq_factor": 4.0},
+    {"rope_type": "dynamic", "rope_theta": 1e4, "factor": -1.0},
+    DEFAULT | {"partial_rotary_factor": 1.5},
+    DEFAULT | {"partial_rotary_factor": 0},
+]
+
+
+@pytest.mark.parametrize("rope", IMPOSSIBLE, ids=range(len(IMPOSSIBLE)))
+def test_impossible_parameters(rope):
+    made = config()
+    made.rope_parameters = rope
+    with pytest.raises(BadInput) as caught:
+        rope_spec(made)
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("rope", [YARN, LONGROPE, DEFAULT | {"rope_type": "linear", "factor": 2.0}])
+def test_specs_of_scaled_kinds_are_the_live_modules_to_the_bit(rope):
+    made = config(rope=rope)
+    assert rope_spec(made) == rope_spec_from_module(LlamaRotaryEmbedding(made))
 
 
 @pytest.mark.parametrize("theta", [None, 0, -1.0, "1e6", True, float("nan"), float("inf")])

@@ -51,7 +51,8 @@ def make_tiny(
     Weights are drawn wide (std 0.15) so that attention is not flat. Built once per process for equal
     arguments, then copied.
     """
-    rope = tuple(sorted((rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}).items()))
+    given = rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}
+    rope = tuple(sorted((key, tuple(v) if isinstance(v, list) else v) for key, v in given.items()))
     built = _build(
         model_type, layers, kv_heads, heads, head_dim, hidden, vocab, rope, seed, dtype, shard,
         tuple(sorted(config.items())),
@@ -91,7 +92,7 @@ def _build(
         "intermediate_size": 2 * hidden,
         "vocab_size": len(tokenizer) + 3,  # padded, as real embeddings are
         "max_position_embeddings": 4096,
-        "rope_parameters": dict(rope),
+        "rope_parameters": {key: list(v) if isinstance(v, tuple) else v for key, v in rope},
         "sliding_window": None,
         "use_sliding_window": False,
         "initializer_range": 0.15,
