@@ -34,6 +34,7 @@ $(LOCKED):
 $(READY): $(LOCKED)
 	$(PIP) install --no-deps --no-build-isolation --force-reinstall ./packaging/sglang_cpu
 	$(PIP) install --no-deps --no-build-isolation -e .
+	@rm -f $(VENV)/.ready-*
 	@touch $@
 
 demo: $(READY)
