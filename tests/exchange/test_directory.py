@@ -50,7 +50,7 @@ def test_a_block_comes_back_to_the_bit(exchange: DirectoryExchange, dtype: str) 
     block = exchange.get(KEYS[0], model=MODEL, layout=layout)
     assert torch.equal(block.payload, rows) and block.header.lineage == lineage
     assert exchange.header(KEYS[0]) == block.header
-    assert os.stat(exchange.root).st_mode & 0o777 == 0o700
+    assert exchange.root.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_missing_block_is_missing(exchange: DirectoryExchange) -> None:

@@ -332,6 +332,10 @@ class Engine:
         assert slots is not None and slots.unique().numel() == self.free_at_start
         self.allocator.free(slots)
 
+    def native(self, tokens: list[int], positions: range) -> torch.Tensor:
+        """What this engine's model computes at `positions` of `tokens`."""
+        return native_rows(self.model, tokens[positions.start : positions.stop], positions)
+
     def _compute(self, req: Req, tokens: list[int], start: int, stop: int) -> None:
         """The forward: native rows for `[start, stop)` into new slots."""
         allocated = req.kv.kv_allocated_len or start
@@ -345,7 +349,7 @@ class Engine:
             first = -(-allocated // self.page_size) * self.page_size
             row[first : first + need] = fresh.to(torch.int32)
         slots = row[start:stop].long()
-        rows = native_rows(self.model, tokens[start:stop], range(start, stop))
+        rows = self.native(tokens, range(start, stop))
         for layer in range(self.model.geometry.num_layers):
             self.kv.k_buffer[layer][slots] = rows[layer, 0]
             self.kv.v_buffer[layer][slots] = rows[layer, 1]

@@ -1,0 +1,120 @@
+"""SGLang's own rotary embeddings against the description, for every kind of RoPE."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.ropes import DEFAULT, FAR, LONGROPE, PHI3, ROPES, YARN, make_rope
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+from kvhub_sglang.supported import refused_rotary
+from sglang.srt.layers.rotary_embedding import get_rope
+
+from kvhub.model.config import read_config
+from kvhub.model.engine import served_otherwise
+from kvhub.model.identity import RopeSpec
+from kvhub.model.rope import rope_spec, rotary_table
+from kvhub_kernels.rotary import apply_rope
+
+SERVED = [
+    name for name in ROPES if "longrope" not in name and name not in ("dynamic", "yarn attention_factor")
+]
+
+
+def engine(path: Path, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, RopeSpec]:
+    """The module that SGLang's model classes build from this config, and our description of it."""
+    config = read_config(path).config
+    rope = rope_spec(config)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    partial = rope.parameters.get("partial_rotary_factor", 1.0)
+    assert isinstance(partial, float)
+    module = get_rope(
+        width,
+        rotary_dim=width,
+        max_position=config.max_position_embeddings,
+        base=config.rope_parameters["rope_theta"],
+        is_neox_style=rope.pairing == "half",
+        rope_scaling=config.rope_parameters,
+        dtype=dtype,
+        partial_rotary_factor=partial,
+    )
+    return torch.nn.ModuleList([module]), rope
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_engines_table_is_the_described_one(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    model, rope = engine(make_rope(tmp_path / "m", name), dtype)
+    assert served_otherwise(rope) is None
+    assert refused_rotary(model, rope) is None
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_engine_rotates_as_described(tmp_path: Path, name: str) -> None:
+    """Not the table alone: the engine's own rotation of keys, beyond the original context."""
+    model, rope = engine(make_rope(tmp_path / "m", name, max_position_embeddings=8192))
+    positions = torch.tensor([0, 1, 255, 256, 257, 1023, 4095])
+    keys = torch.randn(len(positions), 2, 16, generator=torch.Generator().manual_seed(3))
+    module = model[0]  # type: ignore[index]
+    _, found = module.forward_native(positions, keys.flatten(1).clone(), keys.flatten(1).clone())
+    expected = apply_rope(keys, rotary_table(rope, positions))
+    torch.testing.assert_close(found.view_as(keys), expected, rtol=0, atol=2e-3)
+    assert (expected - keys).abs().max() > 0.5
+
+
+OTHERWISE = {
+    "dynamic NTK": ("dynamic", {}),
+    "attention_factor not read": ("yarn", {"rope_parameters": YARN | {"attention_factor": 1.5}}),
+    "attention_factor near its default": ("yarn", {"rope_parameters": YARN | {"attention_factor": 1.13}}),
+    "LongRoPE": ("longrope", {}),
+    "LongRoPE of one list": (
+        "longrope",
+        {"rope_parameters": LONGROPE | {"long_factor": LONGROPE["short_factor"]}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_where_the_engine_differs_it_is_refused(tmp_path: Path, case: str) -> None:
+    name, more = OTHERWISE[case]
+    model, rope = engine(make_rope(tmp_path / "m", name, **more))
+    assert served_otherwise(rope) is not None
+    found = refused_rotary(model, rope)
+    assert found is not None
+    assert "LongRoPE" in found or str(served_otherwise(rope)) in found
+
+
+def test_another_width_or_pairing_is_refused(tmp_path: Path) -> None:
+    half, whole = engine(make_rope(tmp_path / "a", "phi3 partial")), engine(make_rope(tmp_path / "b", "phi3"))
+    turned = engine(make_rope(tmp_path / "c", "cohere interleaved"))
+    assert "rotary table of shape" in str(refused_rotary(whole[0], half[1]))
+    assert refused_rotary(turned[0], whole[1]) == "another pairing of rotated dimensions"
+    assert refused_rotary(torch.nn.Linear(2, 2), whole[1]) == "no rotary table in the model"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        DEFAULT | {"rope_theta": 10500.0},
+        DEFAULT | {"rope_type": "linear", "factor": 1.1},
+        YARN | {"factor": 3.9},
+        YARN | {"original_max_position_embeddings": 280},
+    ],
+)
+def test_a_table_of_other_parameters_is_refused(tmp_path: Path, other: dict[str, object]) -> None:
+    kind = "yarn" if other["rope_type"] == "yarn" else "default"
+    model, _ = engine(make_rope(tmp_path / "a", kind))
+    _, rope = engine(make_rope(tmp_path / "b", kind, rope_parameters=other))
+    assert "off" in str(refused_rotary(model, rope))
+
+
+def test_partial_factor_that_the_engines_phi3_does_not_find(tmp_path: Path) -> None:
+    """transformers 5 keeps it in rope_parameters, SGLang's class looks for it beside them (docs/rope.md)."""
+    config = read_config(make_rope(tmp_path / "m", "phi3 partial")).config
+    assert not hasattr(config, "partial_rotary_factor")
+    assert PHI3["model_type"] == config.model_type
+    assert FAR["max_position_embeddings"] > config.max_position_embeddings
