@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from kvhub.exchange import BLOCK_TOKENS
+from kvhub.model.engine import served_otherwise
 from kvhub.model.identity import Geometry, RopeSpec
+from kvhub.model.live import probe_positions
 from kvhub.model.rope import rotary_table
-
-_PROBES = (0, 1, 7, 63, 1000, 4095, 8191, 32767)
-_TOLERANCE = 1e-2  # a bfloat16 table is 4e-3 off; another theta or scaling is off by order 1
 
 
 def refused_configuration(ctx: Any) -> str | None:
@@ -64,18 +63,27 @@ def refused_rotary(model: Any, rope: RopeSpec) -> str | None:
         for module in model.modules()
         if isinstance(getattr(module, "cos_sin_cache", None), torch.Tensor)
     }
+    if any(hasattr(module, "long_short_cos_sin_cache") for module in model.modules()):
+        return "LongRoPE, whose factors it chooses by the longest request of a batch"
     if not tables:
         return "no rotary table in the model"
-    for module in tables.values():
-        table = module.cos_sin_cache
-        if table.dim() != 2 or table.shape[1] != rope.rotary_dim:
-            return f"a rotary table of shape {tuple(table.shape)}"
-        if bool(module.is_neox_style) != (rope.pairing == "half"):
-            return "another pairing of rotated dimensions"
-        positions = torch.tensor([p for p in _PROBES if p < table.shape[0]])
-        expected = rotary_table(rope, positions)
-        found = table[positions.to(table.device)].float().cpu()
-        error = (found - torch.cat((expected.cos, expected.sin), dim=-1)).abs().max()
-        if not bool(error <= _TOLERANCE):
-            return f"a rotary table that is {float(error):.3f} off"
+    return next((found for module in tables.values() if (found := _refused_table(module, rope))), None)
+
+
+def _refused_table(module: Any, rope: RopeSpec) -> str | None:
+    table = module.cos_sin_cache
+    if table.dim() != 2 or table.shape[1] != rope.rotary_dim:
+        return f"a rotary table of shape {tuple(table.shape)} where the model rotates {rope.rotary_dim}"
+    if bool(module.is_neox_style) != (rope.pairing == "half"):
+        return "another pairing of rotated dimensions"
+    positions = torch.tensor(probe_positions(rope, end=table.shape[0]))
+    expected = rotary_table(rope, positions)
+    found = table[positions.to(table.device)].float().cpu()
+    error = (found - torch.cat((expected.cos, expected.sin), dim=-1)).abs().amax(dim=-1)
+    # The table's own rounding, and a frequency that is off in its last bit: 1e-7 of the position. At
+    # position 0 the cosines are the attention factor itself.
+    rounding = torch.finfo(table.dtype).eps * rope.attention_factor + 1e-4
+    if not bool((error <= rounding + 2e-7 * positions).all()):
+        because = served_otherwise(rope)
+        return f"a rotary table that is {float(error.max()):.3f} off" + (f": {because}" if because else "")
     return None

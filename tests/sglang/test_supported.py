@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.ropes import DEFAULT, FAR, LONGROPE, PHI3, ROPES, YARN, make_rope
+from support.ropes import DEFAULT, LONGROPE, ROPES, YARN, make_rope
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
-from kvhub_sglang.supported import refused_rotary
 from sglang.srt.layers.rotary_embedding import get_rope
 
 from kvhub.model.config import read_config
@@ -19,6 +18,7 @@ from kvhub.model.engine import served_otherwise
 from kvhub.model.identity import RopeSpec
 from kvhub.model.rope import rope_spec, rotary_table
 from kvhub_kernels.rotary import apply_rope
+from kvhub_sglang.supported import refused_rotary
 
 SERVED = [
     name for name in ROPES if "longrope" not in name and name not in ("dynamic", "yarn attention_factor")
@@ -60,6 +60,7 @@ def test_the_engine_rotates_as_described(tmp_path: Path, name: str) -> None:
     positions = torch.tensor([0, 1, 255, 256, 257, 1023, 4095])
     keys = torch.randn(len(positions), 2, 16, generator=torch.Generator().manual_seed(3))
     module = model[0]  # type: ignore[index]
+    module._ensure_cos_sin_cache_length(4095)  # as a server does for its context length
     _, found = module.forward_native(positions, keys.flatten(1).clone(), keys.flatten(1).clone())
     expected = apply_rope(keys, rotary_table(rope, positions))
     torch.testing.assert_close(found.view_as(keys), expected, rtol=0, atol=2e-3)
@@ -102,7 +103,7 @@ def test_another_width_or_pairing_is_refused(tmp_path: Path) -> None:
         DEFAULT | {"rope_theta": 10500.0},
         DEFAULT | {"rope_type": "linear", "factor": 1.1},
         YARN | {"factor": 3.9},
-        YARN | {"original_max_position_embeddings": 280},
+        YARN | {"original_max_position_embeddings": 4096},
     ],
 )
 def test_a_table_of_other_parameters_is_refused(tmp_path: Path, other: dict[str, object]) -> None:
@@ -113,8 +114,7 @@ def test_a_table_of_other_parameters_is_refused(tmp_path: Path, other: dict[str,
 
 
 def test_partial_factor_that_the_engines_phi3_does_not_find(tmp_path: Path) -> None:
-    """transformers 5 keeps it in rope_parameters, SGLang's class looks for it beside them (docs/rope.md)."""
+    """SGLang's class reads it beside `rope_parameters`, where transformers 5 does not write it."""
     config = read_config(make_rope(tmp_path / "m", "phi3 partial")).config
-    assert not hasattr(config, "partial_rotary_factor")
-    assert PHI3["model_type"] == config.model_type
-    assert FAR["max_position_embeddings"] > config.max_position_embeddings
+    assert config.rope_parameters["partial_rotary_factor"] == 0.75
+    assert getattr(config, "partial_rotary_factor", 1) == 1
