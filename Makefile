@@ -24,7 +24,7 @@ env: $(READY)
 
 $(LOCKED):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvhub needs Python 3.11 or newer: " + sys.executable + " is " + sys.version.split()[0] + " (try: make PYTHON=python3.12 env)")'
-	@echo "making $(VENV) (about two minutes, 3 GB)"
+	@echo "making $(VENV) (about two minutes and 3 GB; 6 GB where torch is a CUDA build)"
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install -r requirements/torch.lock
 	$(PIP) install --no-deps -r requirements/dev.lock
