@@ -160,7 +160,6 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
                 self._allocate,
                 self.token_to_kv_pool_allocator.free,
                 self.path_device_indices,
-                req.origin_input_ids + req.output_ids,
             )
         finally:
             self.unlock(lock)

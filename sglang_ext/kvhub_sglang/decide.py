@@ -63,6 +63,7 @@ class Decision:
         if candidates and reach - own_end >= serving.settings.min_span:
             self._require_exact_prefix(plan, own_end, lossy)
             plan.lossy, plan.salt = True, salt
+            plan.keys = chain_keys(Namespace(serving.digest, "lossy", self.tenant), self.tokens[: self.limit])
             plan.policy_lineage = Lineage(hops=choice.max_hops, mappers=allowed)
             return plan
         plan.blocks = {i: b for i, b in plan.blocks.items() if b.candidate is None}

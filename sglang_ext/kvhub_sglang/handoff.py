@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kvhub.exchange import BLOCK_TOKENS, Namespace, chain_keys
+from kvhub.exchange import BLOCK_TOKENS
 from kvhub_sglang.decide import Decision, unsupported
-from kvhub_sglang.lineage import lineage_of
+from kvhub_sglang.lineage import exact_tokens, lineage_of
 from kvhub_sglang.place import Pool, place, read_runs
 from kvhub_sglang.plan import Plan
 from kvhub_sglang.refusal import Code, Refusal
@@ -77,7 +77,6 @@ def load(
     allocate: Callable[[int], Tensor | None],
     free: Callable[[Tensor], None],
     exact_rows: Callable[[Any], Tensor],
-    tokens: Any,
 ) -> int:
     """Fill private slots for what was promised; returns all of it or 0.
 
@@ -95,7 +94,7 @@ def load(
         if copied:
             pool.copy(exact_rows(plan.exact_node)[base : base + copied], slots[:copied])
         place(serving, pool, runs, slots, base)
-        _remember(serving, plan, tokens)
+        _remember(serving, plan)
     except Refusal as refusal:
         if slots is not None:
             free(slots)
@@ -123,8 +122,11 @@ def fail(plan: Plan, code: Code, reason: str) -> None:
 def _account(serving: Serving, plan: Plan) -> None:
     """Bring the report up to date with what is reused (device match and promise)."""
     report, reused = plan.report, plan.reused
-    exact = reused if not plan.lossy else plan.exact_to(plan.exact_length)
+    exact = exact_tokens(serving, plan) if plan.lossy else reused
     report.count(exact=exact, reused=reused)
+    if plan.lossy:
+        lineages = lineage_of(serving, plan, plan.keys[: -(-reused // BLOCK_TOKENS)])
+        report.hops = max((lineage.hops for lineage in lineages), default=0)
     used = [
         plan.blocks[i].candidate
         for i in range(max(plan.base, plan.exact_length) // BLOCK_TOKENS, -(-reused // BLOCK_TOKENS))
@@ -136,23 +138,19 @@ def _account(serving: Serving, plan: Plan) -> None:
     report.draft = any(candidate is not None and candidate.draft for candidate in used) or (
         report.mapped > 0 and any(c.draft for c in serving.candidates)
     )
+    if report.mapped and not report.mapper and len(serving.candidates) == 1:
+        [candidate] = serving.candidates
+        report.source, report.mapper = candidate.source.name, candidate.digest
     if not plan.dead:
         report.reason = Code.MAPPED if report.mapped else Code.EXACT
 
 
-def _remember(serving: Serving, plan: Plan, tokens: Any) -> None:
+def _remember(serving: Serving, plan: Plan) -> None:
     """Keep the lineage of every reused block for later requests of this process."""
-    if not plan.lossy:
-        return
-    keys = chain_keys(
-        Namespace(serving.digest, "lossy", plan.tenant),
-        tokens,
-        blocks=plan.reused // BLOCK_TOKENS,
-    )
-    lineages = lineage_of(serving, plan, keys)
-    for key, lineage in zip(keys, lineages, strict=True):
-        serving.remember(key, lineage)
-    plan.report.hops = max((lineage.hops for lineage in lineages), default=0)
+    if plan.lossy:
+        keys = plan.keys[: plan.reused // BLOCK_TOKENS]
+        for key, lineage in zip(keys, lineage_of(serving, plan, keys), strict=True):
+            serving.remember(key, lineage)
 
 
 def finish(serving: Serving, rid: str, plan: Plan) -> None:

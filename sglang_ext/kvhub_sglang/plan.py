@@ -37,6 +37,8 @@ class Plan:
     lossy: bool = False
     blocks: dict[int, BlockSource] = field(default_factory=dict)
     """By block index; blocks that the device held at the decision are absent."""
+    keys: list[bytes] = field(default_factory=list)
+    """The request's own chain in the lossy class, for the tokens that may be reused."""
     policy_lineage: Lineage = field(default_factory=lambda: Lineage(hops=0, mappers=[]))
     """The worst that the namespace admits, for device rows of unknown history."""
     dead: bool = False
