@@ -48,7 +48,9 @@ class RotaryTable:
 
 
 def apply_rope(keys: Tensor, table: RotaryTable) -> Tensor:
-    """Rotate content keys `[tokens, heads, head_dim]`; computed in float32, returned in keys' dtype."""
+    """Rotate content keys `[tokens, heads, head_dim]`; computed in float32 or keys' wider dtype, returned
+    in keys' dtype.
+    """
     return _rotate(keys, table, table.sin, 1.0)
 
 
@@ -63,7 +65,7 @@ def strip_rope(keys: Tensor, table: RotaryTable) -> Tensor:
 
 def _rotate(keys: Tensor, table: RotaryTable, sin: Tensor, factor: float) -> Tensor:
     width = table.rotary_dim
-    rotated = keys[..., :width].to(torch.float32)
+    rotated = keys[..., :width].to(torch.promote_types(keys.dtype, torch.float32))
     cos, sin = table.cos[:, None, :] * factor, sin[:, None, :] * factor
     if table.pairing == "half":
         first, second = rotated.chunk(2, dim=-1)

@@ -1,0 +1,123 @@
+"""Apply a mapper on the CPU at the speed of the plain matrix products in it.
+
+Content rows of all source layers are made once, side by side, so that selected layers that
+are neighbours are one strided operand, without a copy. All heads of a layer are one product.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvhub_kernels.product import Product
+from kvhub_kernels.rotary import RotaryTable
+from kvhub_kernels.rotate import Turns, rotate_into, turns
+from kvhub_kernels.rows import Rows
+from kvhub_kernels.weights import Weights
+from kvhub_kernels.workspace import Workspace
+
+CHUNK_BYTES = 48 << 20
+"""Content rows of one chunk of tokens: some stay in cache, and memory does not grow with the prompt."""
+
+
+class CpuApplier:
+    """One mapper, ready to be applied; buffers are kept between calls. Safe to share between threads.
+
+    dtype: float32, or bfloat16: then content rows and weights are rounded to it before the product,
+    sums and biases stay float32 inside the product, and the sum is rounded once before the rotation.
+    """
+
+    def __init__(
+        self, weights: Weights, dtype: torch.dtype = torch.float32, *, chunk: int | None = None
+    ) -> None:
+        """chunk: tokens mapped at a time (None: by `CHUNK_BYTES`)."""
+        self.plan, self.dtype = weights.plan, dtype
+        self._product = Product(weights, dtype)
+        self.workspace = Workspace()
+        self._chunk = chunk
+        self._lock = threading.Lock()
+
+    @torch.no_grad()
+    def apply(
+        self,
+        source: Rows,
+        target: Rows,
+        strip: RotaryTable,
+        rotate: RotaryTable,
+        layers: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Write the target's rows of `layers` (None: all), keys rotated, into `target`.
+
+        strip, rotate: the source's and the target's rotation at the rows' positions; their tables
+        have a row for each token. Layer t is written to `target.keys[t]` and `target.values[t]`.
+        Returns whether every mapped value is finite, a 0-dimensional bool.
+        """
+        wanted = range(self.plan.layers) if layers is None else layers
+        used = sorted({layer for t in wanted for layer in self.plan.source_layers[t]})
+        place = {layer: index for index, layer in enumerate(used)}
+        undo, turn = turns(strip, back=True), turns(rotate)
+        poison = torch.zeros(())
+        with self._lock:
+            step = self._chunk or self._tokens_at_a_time(len(used))
+            for start in range(0, source.tokens, step):
+                span = slice(start, min(start + step, source.tokens))
+                for side, rotated in (("k", True), ("v", False)):
+                    x = self._contents(source, side, used, span, undo.at(span) if rotated else None)
+                    for t in wanted:
+                        columns = [place[layer] for layer in self.plan.source_layers[t]]
+                        rows = self._product(t, side, x, columns, self.workspace)
+                        if rotated:
+                            out = self.workspace.take("rotated", rows.shape, torch.float32)
+                            rows = rotate_into(out, rows, turn.at(span))
+                        poison += self._write(target, t, side, rows, span) * 0
+        return torch.isfinite(poison)
+
+    def _tokens_at_a_time(self, used: int) -> int:
+        row = used * self.plan.width * self.plan.groups * self.dtype.itemsize
+        return max(256, min(4096, CHUNK_BYTES // row // 64 * 64))
+
+    def _contents(self, source: Rows, side: str, used: list[int], span: slice, undo: Turns | None) -> Tensor:
+        """`[groups, tokens, len(used) * width]`: the rows of all used layers, RoPE removed from keys."""
+        plan, tokens = self.plan, span.stop - span.start
+        # The pad keeps the rows of a large power of two apart in the cache's sets.
+        x = self.workspace.take("x", (plan.groups, tokens, len(used) * plan.width + 32), self.dtype)
+        shape = (tokens, source.heads, source.dim)
+        for index, layer in enumerate(used):
+            part = x[:, :, index * plan.width : (index + 1) * plan.width]
+            place = part[0].view(shape) if plan.support == "full" else part.transpose(0, 1)
+            rows = self._read((source.keys if side == "k" else source.values)[layer], source, span)
+            if undo is None:
+                place.copy_(rows)
+                continue
+            if rows.dtype != torch.float32:
+                rows = self.workspace.take("precise", shape, torch.float32).copy_(rows)
+            if self.dtype == torch.float32:
+                rotate_into(place, rows, undo)
+            else:
+                out = self.workspace.take("stripped", shape, torch.float32)
+                place.copy_(rotate_into(out, rows, undo))
+        return x
+
+    def _read(self, layer: Tensor, source: Rows, span: slice) -> Tensor:
+        if source.slots is None:
+            return layer[span]
+        out = self.workspace.take("gathered", (span.stop - span.start, *layer.shape[1:]), layer.dtype)
+        return torch.index_select(layer, 0, source.slots[span], out=out)
+
+    def _write(self, target: Rows, t: int, side: str, rows: Tensor, span: slice) -> Tensor:
+        """Scatter `rows` `[tokens, heads, dim]`; returns their sum, which is finite if all of them are."""
+        layer = (target.keys if side == "k" else target.values)[t]
+        total = rows.sum()
+        if target.slots is None:
+            layer[span].copy_(rows)
+            stored = layer[span]
+        else:
+            stored = rows
+            if layer.dtype != rows.dtype or not rows.is_contiguous():
+                stored = self.workspace.take("stored", rows.shape, layer.dtype).copy_(rows)
+            layer.index_copy_(0, target.slots[span], stored)
+        # float16 has a narrower range than the sum: what overflowed shows only once stored.
+        return stored.sum(dtype=torch.float32) if layer.dtype == torch.float16 else total

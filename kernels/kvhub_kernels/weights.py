@@ -1,0 +1,82 @@
+"""Weights of a mapper in the shapes that the kernels read, float or int8 with a scale per column."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvhub_kernels.plan import Plan
+
+Side = Literal["k", "v"]
+SIDES: tuple[Side, Side] = ("k", "v")
+
+
+class Affine(NamedTuple):
+    """`out = (x @ weight) * scale + bias` of one side of one target layer, by group.
+
+    weight: `[groups, depth, columns]` float32, bfloat16, float16 or int8.
+    bias: `[groups, columns]` float32. scale: the same, for int8; else None.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    scale: Tensor | None = None
+
+    def dense(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The matrix that this stands for, in `dtype`."""
+        weight = self.weight.to(dtype)
+        return weight if self.scale is None else weight * self.scale.to(dtype)[:, None, :]
+
+
+def quantize(affine: Affine) -> Affine:
+    """int8 weights with one scale per column: the column's largest magnitude becomes 127."""
+    weight = affine.dense(torch.float32)
+    scale = weight.abs().amax(dim=1).div_(127.0)
+    scale[scale == 0] = 1.0
+    return Affine((weight / scale[:, None, :]).round_().to(torch.int8), affine.bias, scale)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """`sides[t]` holds the key and the value map of target layer t. Tensors are shared, not copied."""
+
+    plan: Plan
+    sides: tuple[tuple[Affine, Affine], ...]
+
+    @classmethod
+    def of(cls, plan: Plan, tensors: Callable[[int, Side], tuple[Tensor, Tensor]]) -> Weights:
+        """From `tensors(target_layer, side) -> weight, bias` as artifacts hold them.
+
+        weight: `full` `[depth, columns]`, `head-local` `[groups, depth, columns]`; bias
+        `[target_heads, target_dim]`. Errors: `ValueError` for other shapes.
+        """
+        shape = (plan.groups, plan.depth, plan.columns)
+
+        def one(layer: int, side: Side) -> Affine:
+            weight, bias = tensors(layer, side)
+            if weight.numel() != plan.groups * plan.depth * plan.columns or weight.shape[-1] != plan.columns:
+                raise ValueError(f"weight of layer {layer}, {side} is not {list(shape)}")
+            return Affine(weight.reshape(shape), bias.reshape(plan.groups, plan.columns).to(torch.float32))
+
+        return cls(plan, tuple((one(layer, "k"), one(layer, "v")) for layer in range(plan.layers)))
+
+    def __iter__(self) -> Iterator[Affine]:
+        return (side for pair in self.sides for side in pair)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrices."""
+        return self.sides[0][0].weight.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all tensors take."""
+        return sum(tensor.nbytes for affine in self for tensor in affine if tensor is not None)
+
+    def quantized(self) -> Weights:
+        """The same map with int8 weights."""
+        return Weights(self.plan, tuple((quantize(key), quantize(value)) for key, value in self.sides))

@@ -1,0 +1,134 @@
+"""The CPU path against the definition, over the full matrix of shapes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+import torch
+from support.applying import Case, again, check, make_problem
+
+from kvhub_kernels.cpu import CpuApplier
+
+
+def run(case, dtype=torch.float32, **options):
+    problem = make_problem(case)
+    applier = CpuApplier(problem.weights, dtype, **options)
+    finite = applier.apply(problem.source, problem.target, problem.strip, problem.rotate)
+    assert finite.shape == () and bool(finite)
+    check(problem, rounded=dtype if dtype != torch.float32 else None)
+    return problem, applier
+
+
+@pytest.mark.parametrize("support", ["full", "head-local"])
+@pytest.mark.parametrize("tokens", [1, 63, 1000])
+def test_every_shape(support, tokens):
+    for k, dim, heads in itertools.product((1, 3, 8, 9), (64, 80, 96, 128, 256), (1, 2, 3, 8)):
+        if heads * dim > {1: 768, 63: 2048, 1000: 300}[tokens] and k > 1:
+            continue  # seconds each, and the same code
+        run(Case(support, tokens, k, (9, heads, dim), (1, heads, dim), seed=dim + heads))
+
+
+CASES = {
+    "unequal sides": Case(source=(8, 3, 80), target=(2, 2, 96), k=8),
+    "wider target": Case(source=(5, 1, 64), target=(9, 8, 128), k=2, tokens=17),
+    "interleaved": Case(pairing=("interleaved", "interleaved")),
+    "interleaved source": Case(pairing=("interleaved", "half"), support="head-local"),
+    "partial": Case(partial=(0.5, 0.25), pairing=("half", "interleaved"), target=(2, 2, 128)),
+    "scaled": Case(scale=(1.3, 0.7), partial=(0.5, 1.0)),
+    "contiguous": Case(scattered=False, tokens=200),
+    "half rows": Case(rows=torch.bfloat16, pool=torch.bfloat16, weights="bfloat16"),
+    "float16": Case(rows=torch.float16, pool=torch.float16, support="head-local"),
+    "int8": Case(weights="int8", k=8),
+    "int8, head-local": Case(weights="int8", support="head-local", pool=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_form(name, dtype):
+    run(CASES[name], dtype)
+
+
+@pytest.mark.parametrize("support", ["full", "head-local"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_of_tokens(support, dtype):
+    run(Case(support, tokens=130, scattered=support == "full"), dtype, chunk=64)
+
+
+def test_some_layers_only():
+    problem = make_problem(Case(target=(5, 2, 64)))
+    applier = CpuApplier(problem.weights)
+    applier.apply(problem.source, problem.target, problem.strip, problem.rotate, layers=[1, 3])
+    for layer in range(5):
+        untouched = problem.target.keys[layer].isnan().all() and problem.target.values[layer].isnan().all()
+        assert bool(untouched) == (layer not in (1, 3))
+    check(problem, rounded=None, layers=range(1, 2))
+    check(problem, rounded=None, layers=range(3, 4))
+
+
+@pytest.mark.parametrize("support", ["full", "head-local"])
+@pytest.mark.parametrize("pool", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_told(support, pool, bad):
+    problem = make_problem(Case(support, pool=pool))
+    for side in (problem.source.keys, problem.source.values):
+        fresh = again(problem)
+        layer = side[problem.plan.used[0]]
+        kept = layer.clone()
+        layer[problem.source.slots[5], 1, 3] = bad
+        applier = CpuApplier(problem.weights)
+        assert not applier.apply(problem.source, fresh.target, problem.strip, problem.rotate)
+        layer.copy_(kept)
+        assert applier.apply(problem.source, fresh.target, problem.strip, problem.rotate)
+
+
+def test_overflow_of_a_narrow_pool_is_told():
+    problem = make_problem(Case(pool=torch.float16))
+    for layer in problem.source.values:
+        layer.mul_(1e5)
+    applier = CpuApplier(problem.weights)
+    assert not applier.apply(problem.source, problem.target, problem.strip, problem.rotate)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deterministic_and_shared_between_threads(dtype):
+    problem = make_problem(Case(tokens=120, k=5))
+    applier = CpuApplier(problem.weights, dtype)
+    copies = [again(problem) for _ in range(4)]
+    threads = [
+        threading.Thread(
+            target=applier.apply, args=(problem.source, copy.target, problem.strip, problem.rotate)
+        )
+        for copy in copies
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for copy in copies[1:]:
+        for have, want in zip(copy.target.keys, copies[0].target.keys, strict=True):
+            assert torch.equal(have.nan_to_num(7), want.nan_to_num(7))
+    check(copies[0], rounded=dtype if dtype != torch.float32 else None)
+
+
+def test_nothing_is_allocated_twice():
+    problem, applier = run(Case(tokens=100))
+    held = applier.workspace.nbytes
+    applier.apply(problem.source, problem.target, problem.strip, problem.rotate)
+    assert held > 0 and applier.workspace.nbytes == held
+
+
+def test_a_bias_far_larger_than_the_rows_keeps_their_digits():
+    problem = make_problem(Case(tokens=40, target=(1, 2, 64), weights="bfloat16"))
+    _, value = problem.weights.sides[0]
+    # What a fit makes of keys with a large mean: x @ W carries it, the bias takes it away again.
+    mean = torch.stack([problem.source.values[i] for i in problem.plan.source_layers[0]]).mean((0, 1))
+    shift = (mean + 40).flatten().repeat(problem.plan.k)
+    value.bias.copy_(-(shift @ value.weight[0].float())[None])
+    for layer in problem.source.values:
+        layer.add_(40)
+    applier = CpuApplier(problem.weights, torch.bfloat16)
+    applier.apply(problem.source, problem.target, problem.strip, problem.rotate)
+    check(problem, rounded=torch.bfloat16)
