@@ -18,6 +18,7 @@ from kvhub import __version__
 from kvhub.errors import KvhubError
 
 COMMANDS = {
+    "check": "Say whether a pair can work and what it costs, without running it.",
     "fit": "Fit a mapper from SOURCE to TARGET on a text.",
     "eval": "Measure a mapper on held-out text, and judge it.",
     "list": "List registered mappers.",

@@ -10,6 +10,15 @@ import math
 
 from kvhub.model.identity import RopeSpec
 
+_TRANSFORMERS_ONLY = frozenset({"GlmForCausalLM"})
+
+
+def not_served(architecture: str) -> str | None:
+    """Why SGLang has no rotary table to compare for a model of this class, or None."""
+    if architecture in _TRANSFORMERS_ONLY:
+        return f"it has no class of its own for {architecture}"
+    return None
+
 
 def served_otherwise(rope: RopeSpec) -> str | None:
     """Why SGLang turns keys by other angles than `rope`, or None where it does not."""

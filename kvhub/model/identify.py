@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -9,6 +10,7 @@ from kvhub.errors import BadInput
 from kvhub.model.config import read_config
 from kvhub.model.fingerprint import hub_snapshot, weight_files, weight_headers, weights_revision
 from kvhub.model.geometry import geometry
+from kvhub.model.headers import TensorHeader
 from kvhub.model.identity import Dtype, Geometry, ModelIdentity, RopeSpec
 from kvhub.model.live import check_live
 from kvhub.model.pair import check_pair
@@ -49,8 +51,13 @@ def identify(
     )
 
 
-def describe(path: Path) -> tuple[str, Geometry, RopeSpec]:
-    """Architecture, geometry and RoPE by config and headers: what can be refused in milliseconds."""
+def describe(path: Path, tensors: Mapping[str, TensorHeader] | None = None) -> tuple[str, Geometry, RopeSpec]:
+    """Architecture, geometry and RoPE by config and headers: what can be refused in milliseconds.
+
+    tensors: the headers of the weights, where they are not read from files in `path`.
+    """
     described = read_config(path)
-    shape = geometry(described.config, weight_headers(weight_files(path)), str(path))
+    if tensors is None:
+        tensors = weight_headers(weight_files(path))
+    shape = geometry(described.config, tensors, str(path))
     return described.architecture.name, shape, rope_spec(described.config)

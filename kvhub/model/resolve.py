@@ -9,13 +9,15 @@ from kvhub.errors import AccessDenied, BadInput, KvhubError, NotFound, Unreachab
 
 _REPOSITORY = re.compile(r"^[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}$")
 _REVISION = re.compile(r"^[A-Za-z0-9][\w./-]{0,254}$")
-_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+_SMALL = ["*.json", "*.jinja", "*.model", "*.txt"]
+_PATTERNS = ["*.safetensors", *_SMALL]
 
 
-def resolve(ref: str, *, revision: str | None = None) -> Path:
+def resolve(ref: str, *, revision: str | None = None, weights: bool = True) -> Path:
     """The directory of a model: `ref` itself, or the Hub snapshot of `org/name[@revision]`.
 
-    An existing directory always wins. Errors: `BadInput`, `NotFound`, `AccessDenied`, `Unreachable`.
+    An existing directory always wins. With `weights=False` only config and tokenizer are downloaded.
+    Errors: `BadInput`, `NotFound`, `AccessDenied`, `Unreachable`.
     """
     local = Path(ref).expanduser()
     if local.is_dir():
@@ -32,15 +34,15 @@ def resolve(ref: str, *, revision: str | None = None) -> Path:
         )
     if revision is not None and not _REVISION.match(revision):
         raise BadInput(f"{revision!r} is not a revision")
-    return _download(repository, revision)
+    return _download(repository, revision, _PATTERNS if weights else _SMALL)
 
 
-def _download(repository: str, revision: str | None) -> Path:
+def _download(repository: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=_PATTERNS))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except HFValidationError:
         raise NotFound(f"no such model: {repository}") from None
     except LocalEntryNotFoundError:
@@ -49,10 +51,11 @@ def _download(repository: str, revision: str | None) -> Path:
             "check the network, or give a local directory",
         ) from None
     except Exception as error:
-        raise _explained(error, repository, revision) from error
+        raise explained(error, repository, revision) from error
 
 
-def _explained(error: Exception, repository: str, revision: str | None) -> KvhubError:
+def explained(error: Exception, repository: str, revision: str | None) -> KvhubError:
+    """What an error of the Hub's client means, in one line."""
     from huggingface_hub.errors import (
         GatedRepoError,
         RepositoryNotFoundError,
