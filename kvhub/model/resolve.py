@@ -45,7 +45,10 @@ def _download(repository: str, revision: str | None, patterns: list[str]) -> Pat
         return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except HFValidationError:
         raise NotFound(f"no such model: {repository}") from None
-    except LocalEntryNotFoundError:
+    except LocalEntryNotFoundError as error:
+        # The client says so of a Hub that refused just as of one that is not there.
+        if getattr(error.__cause__, "response", None) is not None:
+            raise explained(error.__cause__, repository, revision) from error
         raise Unreachable(
             f"cannot reach the Hub for {repository}, and it is not in the local cache",
             "check the network, or give a local directory",
@@ -54,7 +57,7 @@ def _download(repository: str, revision: str | None, patterns: list[str]) -> Pat
         raise explained(error, repository, revision) from error
 
 
-def explained(error: Exception, repository: str, revision: str | None) -> KvhubError:
+def explained(error: BaseException | None, repository: str, revision: str | None) -> KvhubError:
     """What an error of the Hub's client means, in one line."""
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -10,6 +12,8 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from loopback_hub import TOKEN, LoopbackHub
+from loopback_hub.store import Repo
+from starlette.responses import PlainTextResponse
 from support.mappers import make_manifest
 from support.ropes import LONGROPE, make_rope
 from support.tiny import make_tiny
@@ -191,3 +195,55 @@ def test_on_the_hub_without_downloading_weights(  # type: ignore[no-untyped-def]
     assert found["source"]["weights_bytes"] == at_home.source.weights_bytes
     assert found["source"]["layer_flops"] == at_home.source.layer_flops
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
+
+
+ASK = """
+import json, os, sys
+from kvhub.errors import KvhubError
+from kvhub.model.resolve import resolve
+for line in sys.stdin:
+    model, os.environ["HF_TOKEN"] = line.split()
+    try:
+        resolve(model, weights=False)
+        found = [0, "", ""]
+    except KvhubError as error:
+        found = [error.exit_code, error.message, error.hint]
+    print(json.dumps(found), flush=True)
+"""
+
+
+def test_models_that_the_hub_does_not_give(shell, hub: LoopbackHub) -> None:  # type: ignore[no-untyped-def]
+    """Every command takes its models from there in the same way."""
+    hub.store.repos["tester/model"] = Repo("tester/model")
+    gated = hub.store.repos["someone/gated"] = Repo("someone/gated", gated=True)
+    for repo in (hub.store.repos["tester/model"], gated):
+        repo.add({"config.json": hub.store.put(b"{}")}, "initial")
+    with subprocess.Popen(
+        [sys.executable, "-c", ASK],
+        env=shell.environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def ask(model: str, token: str = TOKEN) -> tuple[int, str]:
+            process.stdin.write(f"{model} {token}\n")
+            process.stdin.flush()
+            code, message, hint = json.loads(process.stdout.readline())
+            assert "\n" not in message
+            assert token not in message + hint
+            return code, message
+
+        assert ask("tester/absent") == (
+            3,
+            "no such model: tester/absent (neither a directory nor a Hub repository)",
+        )
+        assert ask("tester/model@v9") == (3, "tester/model has no revision 'v9'")
+        assert ask("someone/gated") == (4, "someone/gated is gated")
+        assert ask("tester/model", "hf_verysecret") == (4, "the Hub refuses tester/model (401)")
+        for status, code in ((403, 4), (500, 5)):
+            hub.faults[:] = [lambda request, status=status: PlainTextResponse("no", status)]
+            assert ask("tester/model")[0] == code
+            assert str(status) in ask("tester/model")[1]
+        hub.faults.clear()
+        assert ask("tester/model") == (0, "")
+        process.stdin.close()
