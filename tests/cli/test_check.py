@@ -16,7 +16,7 @@ from loopback_hub.store import Repo
 from starlette.responses import PlainTextResponse
 from support.mappers import make_manifest
 from support.ropes import LONGROPE, make_rope
-from support.tiny import make_tiny
+from support.tiny import TEXT, make_tiny
 
 from kvhub.artifact.tensors import tensor_bytes
 from kvhub.check import check
@@ -80,6 +80,15 @@ def test_unequal_heads(tmp_path: Path) -> None:
         ["full"],
     )
     assert found.k == 3  # the default of 8 is more than the source has
+
+
+def test_a_fit_with_unequal_heads_is_not_head_local(shell, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    one, other = make_tiny(tmp_path / "a", kv_heads=2), make_tiny(tmp_path / "b", kv_heads=4)
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"Document {number}. {TEXT}" for number in range(40)))
+    arguments = ("--text", text, "--k", "1", "--length", "64")
+    done = shell.run("fit", one, other, *arguments, "--support", "head-local", code=7)
+    assert "equal KV head counts, not 2 and 4" in done.stderr
 
 
 def test_k_beyond_the_source(shell, pair: tuple[Path, Path]) -> None:  # type: ignore[no-untyped-def]
