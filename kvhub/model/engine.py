@@ -23,7 +23,7 @@ def not_served(architecture: str) -> str | None:
 def served_otherwise(rope: RopeSpec) -> str | None:
     """Why SGLang turns keys by other angles than `rope`, or None where it does not."""
     given = rope.parameters
-    if rope.rope_type == "dynamic" and given["factor"] != 1:
+    if rope.rope_type == "dynamic" and given.get("factor") != 1:
         return "SGLang scales dynamic NTK for its longest sequence at every length"
     if rope.rope_type == "longrope":
         return "SGLang chooses LongRoPE's factors by the longest request of a batch"
