@@ -47,6 +47,32 @@ class FitScores(Record):
     r2_value: list[float]
 
 
+class CurvePoint(Record):
+    """One candidate on the tuning windows: the target on mapped caches, as it would be stored."""
+
+    k: int = Field(ge=1)
+    regularization: float = Field(ge=0)
+    attention_cosine: float
+    """Mean over layers, heads and queries (arXiv 2608.03893, section 4)."""
+    attention_cosine_worst: float
+    """Of the worst layer."""
+    kl: float
+    """KL(native || mapped), nat a token."""
+    top1: float
+
+
+class Selection(Record):
+    """How k and lambda were chosen: every candidate, on text that was neither fitted on nor held out."""
+
+    k: int = Field(ge=1)
+    regularization: float = Field(ge=0)
+    windows: int = Field(ge=1)
+    tail: int = Field(ge=2)
+    digest: Sha256
+    """sha256 over the tuning windows' token ids."""
+    curve: list[CurvePoint] = Field(max_length=1024)
+
+
 class Manifest(Record):
     """A fitted, directed mapper `source -> target`.
 
@@ -76,6 +102,8 @@ class Manifest(Record):
     """Of the weights; biases are always float32 (they are few, and may be a hundred times a row's spread)."""
     calibration: Calibration
     fit_scores: FitScores
+    selection: Selection | None = None
+    """Where k or lambda was chosen by kvhub; left out of the bytes where not."""
     created: str = Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00:00)$")
     """ISO 8601, UTC."""
     files: list[FileEntry]
@@ -98,7 +126,10 @@ class Manifest(Record):
 
     def to_bytes(self) -> bytes:
         """The bytes of `manifest.json`; the digest is taken over exactly these."""
-        return canonical_json(self.model_dump(mode="json")) + b"\n"
+        value = self.model_dump(mode="json")
+        if self.selection is None:
+            del value["selection"]
+        return canonical_json(value) + b"\n"
 
     @property
     def digest(self) -> str:

@@ -24,16 +24,26 @@ _FEW = 4
 @click.argument("source")
 @click.argument("target")
 @click.option(
-    "--text", "texts", type=click.Path(path_type=Path), multiple=True, required=True, metavar="FILE",
-    help="Calibration text (UTF-8, or JSON lines); repeat for more domains, sampled evenly.",
+    "--text", "texts", multiple=True, metavar="FILE[:WEIGHT]",
+    help="Calibration text (UTF-8, JSON lines, Parquet); repeat for more domains, sampled by weight.",
 )  # fmt: skip
-@click.option("--k", type=int, default=8, show_default=True, help="Source layers for each target layer.")
 @click.option(
-    "--lambda", "regularization", default="1e-3", show_default=True, metavar="R|paper",
+    "--dataset", "datasets", multiple=True, metavar="ORG/NAME[/DIR][@REV][:WEIGHT]",
+    help="Calibration text from a data set on the Hub, read only as far as it is needed.",
+)  # fmt: skip
+@click.option(
+    "--k", default="8", show_default=True, metavar="N|all|auto",
+    help="Source layers for each target layer; auto chooses on held-out attention output and KL.",
+)  # fmt: skip
+@click.option(
+    "--lambda", "regularization", default="1e-3", show_default=True, metavar="R|paper|auto",
     help="Ridge strength relative to the Gram's mean diagonal, or the paper's 0.01 a token.",
 )  # fmt: skip
 @click.option("--sequences", type=int, default=500, show_default=True, help="Windows of text, at most.")
-@click.option("--length", type=int, default=1024, show_default=True, help="Tokens in a window.")
+@click.option(
+    "--length", default="1024", show_default=True, metavar="N[,N...]",
+    help="Tokens in a window; several lengths take turns.",
+)  # fmt: skip
 @click.option("--stride", type=int, default=4, show_default=True, help="Every n-th token is a row.")
 @click.option(
     "--support", type=click.Choice(["full", "head-local"]), default="full", show_default=True,
@@ -56,16 +66,37 @@ _FEW = 4
     "--output", type=click.Path(path_type=Path), metavar="DIR",
     help="Put each mapper into a directory here instead of KVHUB_HOME.",
 )  # fmt: skip
+@click.option(
+    "--checkpoint", type=click.Path(path_type=Path), metavar="DIR",
+    help="Keep progress here instead of KVHUB_HOME; the same command goes on from it.",
+)  # fmt: skip
+@click.option(
+    "--checkpoint-every", type=click.IntRange(min=1), metavar="N",
+    help="Windows between checkpoints, instead of by time.",
+)  # fmt: skip
+@click.option(
+    "--captures", type=click.Path(path_type=Path), metavar="DIR",
+    help="Keep both models' caches of the text here, and use those that are there.",
+)  # fmt: skip
+@click.option(
+    "--low-memory", is_flag=True,
+    help="One model at a time, its caches of the text on disk.",
+)  # fmt: skip
+@click.option(
+    "--max-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",
+    help="Use no more than this, instead of what is free.",
+)  # fmt: skip
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the order of documents.")
 def command(
     source: str,
     target: str,
-    texts: tuple[Path, ...],
-    k: int,
+    texts: tuple[str, ...],
+    datasets: tuple[str, ...],
+    k: str,
     regularization: str,
     sequences: int,
-    length: int,
+    length: str,
     stride: int,
     support: Any,
     exact_prefix: int,
@@ -73,6 +104,11 @@ def command(
     store_dtype: Any,
     both: bool,
     output: Path | None,
+    checkpoint: Path | None,
+    checkpoint_every: int | None,
+    captures: Path | None,
+    low_memory: bool,
+    max_memory: float | None,
     device: str,
     seed: int,
 ) -> None:
@@ -80,57 +116,71 @@ def command(
 
     SOURCE and TARGET are directories or Hub ids (org/name[@revision]) of models
     with one vocabulary. The mapper is registered as a draft, until `kvhub eval`
-    has measured it.
+    has measured it. A fit that was interrupted goes on where it was when the
+    same command is given again. With torchrun several processes share a fit.
     """
     import torch
     from transformers.utils import logging
 
-    from kvhub.fit.command import fit
-    from kvhub.fit.settings import FitSettings, parse_regularization
+    from kvhub.fit.command import Options, fit
+    from kvhub.fit.settings import FitSettings, parse_k, parse_lengths, parse_regularization
+    from kvhub.fit.source_text import Texts
     from kvhub.settings import Settings
 
+    longest, lengths = parse_lengths(length)
     settings = FitSettings(
-        k=k,
+        k=parse_k(k),
         regularization=parse_regularization(regularization),
         support=support,
         sequences=sequences,
-        length=length,
+        length=longest,
+        lengths=lengths,
         stride=stride,
         exact_prefix=exact_prefix,
         store_dtype=store_dtype,
         seed=seed,
     )
+    given = Texts.parse(texts, datasets)
     if device == "cuda" and not torch.cuda.is_available():
         raise BadInput("--device cuda: no GPU can be used here", "use --device cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     logging.disable_progress_bar()  # one bar a fit, and it is ours
+    cache = Settings.load().cache
     with FitProgress() as progress:
         stored = fit(
             source,
             target,
-            texts,
+            lambda tokenizer: given.read(tokenizer, settings, cache),
             settings,
             both=both,
             dtype=None if dtype == "auto" else getattr(torch, dtype),
-            device=device,
-            output=output,
-            mappers=Settings.load().mappers,
-            progress=progress,
+            options=Options(
+                device=device,
+                output=output,
+                checkpoint=checkpoint,
+                every=checkpoint_every,
+                captures=captures,
+                low_memory=low_memory,
+                memory=None if max_memory is None else int(max_memory * 1e9),
+                progress=progress,
+                say=progress.say,
+            ),
         )
     for artifact in stored:
-        _print(artifact, (source, target), texts)
-        width = settings.features(artifact.manifest.source.geometry)
-        if artifact.manifest.calibration.rows < _FEW * width:
+        manifest = artifact.manifest
+        _print(artifact, (source, target), [str(path) for path, _ in given.files])
+        width = settings.width(manifest.source.geometry, manifest.k)
+        if manifest.calibration.rows < _FEW * width:
             click.echo(
-                f"note: {artifact.manifest.calibration.rows} rows for {width} features are few;"
+                f"note: {manifest.calibration.rows} rows for {width} features are few;"
                 f" {_FEW * width} or more fit better",
                 err=True,
             )
         source, target = target, source
 
 
-def _print(stored: Stored, models: tuple[str, str], texts: tuple[Path, ...]) -> None:
+def _print(stored: Stored, models: tuple[str, str], texts: list[str]) -> None:
     import shlex
 
     manifest = stored.manifest
@@ -141,10 +191,20 @@ def _print(stored: Stored, models: tuple[str, str], texts: tuple[Path, ...]) -> 
     click.echo(
         f"  rows     {calibration.rows} from {calibration.sequences} windows of {calibration.length} tokens"
     )
+    if chosen := manifest.selection:
+        best = next(
+            point
+            for point in chosen.curve
+            if (point.k, point.regularization) == (chosen.k, chosen.regularization)
+        )
+        click.echo(
+            f"  chosen   k {chosen.k}, lambda {manifest.regularization:g}: KL {best.kl:.3f}, attention cosine"
+            f" {best.attention_cosine:.3f} on {chosen.windows} windows ({len(chosen.curve)} tried)"
+        )
     for name, r2 in (("keys", scores.r2_key), ("values", scores.r2_value)):
         worst = min(range(len(r2)), key=r2.__getitem__)
         click.echo(f"  R2 {name:<6} {sum(r2) / len(r2):.3f} held out (worst {r2[worst]:.3f}, layer {worst})")
-    given = [arg for path in texts for arg in ("--text", str(path))]
+    given = [arg for path in texts for arg in ("--text", path)]
     for option, model, side in zip(
         ("--source", "--target"), models, (manifest.source, manifest.target), strict=True
     ):
@@ -153,7 +213,14 @@ def _print(stored: Stored, models: tuple[str, str], texts: tuple[Path, ...]) -> 
     click.echo(f"  next     kvhub eval {manifest.digest[:12]} {shlex.join(given)}")
 
 
-_NAMES = {"capture": "running both models", "solve": "solving", "score": "scoring held-out text"}
+_NAMES = {
+    "source": "running the source",
+    "target": "running the target",
+    "capture": "running both models",
+    "choose": "choosing k and lambda",
+    "solve": "solving",
+    "score": "scoring held-out text",
+}
 
 
 class FitProgress:
@@ -187,6 +254,13 @@ class FitProgress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def say(self, line: str) -> None:
+        """A line of its own, above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False, markup=False)
+        else:
+            click.echo(line, err=True)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if self._bar is not None:

@@ -23,7 +23,7 @@ def held_out_windows(paths: Sequence[Path], tokenizer: Any, *, count: int, lengt
     if count < 2 * len(paths):
         raise BadInput(f"{count} windows are too few for {len(paths)} texts", "use at least 2 a text")
     found: dict[str, Tensor] = {}
-    for number, corpus in enumerate(load_corpora(paths)):
+    for number, corpus in enumerate(load_corpora(paths, tokenizer=tokenizer)):
         share = count // len(paths) + (number < count % len(paths))
         cut = windows(corpus.held_out, tokenizer, length=length, limit=share)
         if len(cut) < 2:

@@ -1,81 +1,161 @@
-"""From two references and some text files to registered artifacts: what `kvhub fit` does."""
+"""From two references and some text to registered artifacts: what `kvhub fit` does."""
 
 from __future__ import annotations
 
-import re
-import shutil
-import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from kvhub.artifact.manifest import Manifest
-from kvhub.errors import AccessDenied, BadInput, KvhubError
-from kvhub.fit.calibration import calibration_set, load_corpora, row_positions
-from kvhub.fit.run import Fitted, Progress, demand_possible, fit_pair
+import kvhub
+from kvhub.errors import BadInput
+from kvhub.fit.calibration import CalibrationSet, Corpus, calibration_set
+from kvhub.fit.captures import CaptureStore, demand_disk
+from kvhub.fit.checkpoint import Checkpoint, fit_key
+from kvhub.fit.expect import Expected, solve_seconds
+from kvhub.fit.memory import Budget, budget, demand_memory
+from kvhub.fit.places import Stored, demand_space, places, write
+from kvhub.fit.run import Fitted, Progress, demand_possible, fit_sides
 from kvhub.fit.settings import FitSettings
-from kvhub.model.identity import Geometry, ModelIdentity
+from kvhub.fit.side import Side
+from kvhub.fit.text import token_digest
+from kvhub.fit.workers import Workers, workers
+from kvhub.model.identity import ModelIdentity
+from kvhub.settings import Settings
+
+__all__ = ["Options", "Stored", "fit"]
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One artifact on disk."""
+class Options:
+    """How a fit runs; none of it changes the result."""
 
-    directory: Path
-    manifest: Manifest
+    device: str = "cpu"
+    output: Path | None = None
+    """None: `KVHUB_HOME/mappers/<digest>`; else `output/<source>--<target>--k<k>`."""
+    checkpoint: Path | None = None
+    """None: under the cache, by everything that determines the result."""
+    every: int | None = None
+    """Windows between checkpoints; None: by time."""
+    captures: Path | None = None
+    """Keep both models' captures here, and use those that are there."""
+    low_memory: bool = False
+    memory: int | None = None
+    """Bytes that may be used; None: what is free."""
+    progress: Progress | None = None
+    say: Callable[[str], None] = field(default=lambda line: None)
+    """For lines before and during the fit."""
 
 
 def fit(
     source: str,
     target: str,
-    texts: Sequence[Path],
+    corpora: Callable[[Any], list[Corpus]],
     settings: FitSettings,
     *,
     both: bool = False,
     dtype: torch.dtype | None = None,
-    device: str = "cpu",
-    output: Path | None = None,
-    mappers: Path,
-    progress: Progress | None = None,
+    options: Options | None = None,
 ) -> list[Stored]:
     """Fit `source -> target` (and back, with `both`), write the artifacts and register them as drafts.
 
-    source, target: a directory or `org/name[@revision]`. dtype: of the forwards;
-    None is each model's own. Artifacts go to `mappers/<digest>`, or with `output`
-    to `output/<source>--<target>--k<k>`. What can be refused without running the
-    models is refused first, from their configs and the text. Nothing is left on
-    disk where anything fails or Ctrl-C comes before all artifacts are written.
-    Errors: every `KvhubError`.
+    source, target: a directory or `org/name[@revision]`. corpora: the text, given the source's tokenizer.
+    dtype: of the forwards; None is each model's own. What can be refused without running the models is
+    refused first. Killed or interrupted, the same call goes on from its checkpoint and gives the same
+    artifact; nothing half written is ever registered. Started by torchrun, all processes but the first
+    return nothing. Errors: every `KvhubError`.
     """
     from kvhub.catalog import register
-    from kvhub.model.identify import identify
-    from kvhub.model.load import load_model
     from kvhub.model.pair import check_pair
     from kvhub.model.resolve import resolve
     from kvhub.model.tokenizer import load_tokenizer
 
-    corpora = load_corpora(texts, seed=settings.seed)
+    options = options or Options()
     paths = resolve(source), resolve(target)
-    one, other = (identify(path, dtype="float32") for path in paths)
+    one, other = (_identity(path, dtype) for path in paths)
     check_pair(one, other)
     _demand_context((one, other), settings)
-    places = _places(one, other, settings, both, output)
+    kept = Settings.load()
+    where = places(one, other, settings, both, options.output)
     demand_possible(one.geometry, other.geometry, settings, both=both)
+    tokenizer = load_tokenizer(paths[0])
     windows = calibration_set(
-        corpora, load_tokenizer(paths[0]), sequences=settings.sequences, length=settings.length
+        corpora(tokenizer),
+        tokenizer,
+        sequences=settings.sequences,
+        length=settings.length,
+        lengths=settings.lengths,
+        tuning=settings.automatic,
     )
-    positions = row_positions(settings.length, settings.stride, settings.exact_prefix)
-    demand_possible(one.geometry, other.geometry, settings, both=both, rows=len(windows.fit) * len(positions))
-    _demand_space(output or mappers, one.geometry, other.geometry, settings, both)
+    rows = windows.rows(settings.stride, settings.exact_prefix)
+    demand_possible(one.geometry, other.geometry, settings, both=both, rows=rows)
+    demand_space(options.output or kept.mappers, one.geometry, other.geometry, settings, both)
 
-    here, there = (load_model(path, dtype, device=device) for path in paths)
-    fitted = fit_pair(here, there, windows, settings, both=both, progress=progress)
-    stored = _write(fitted, places, mappers)
+    described = _describe(one, other, windows, settings, both, options)
+    directory = options.checkpoint or kept.cache / "fits" / fit_key(described)
+    with ExitStack() as stack:
+        team = stack.enter_context(workers())
+        checkpoint = Checkpoint(directory, described, every=options.every)
+        if team.first:
+            stack.enter_context(checkpoint.held())
+            if checkpoint.damaged:
+                options.say(f"note: {checkpoint.damaged}: starting again")
+            elif checkpoint.windows:
+                options.say(f"going on after {checkpoint.windows} windows ({directory})")
+        for place in where or ():
+            _demand_free(place, checkpoint)
+        team.wait()
+        if not team.first:
+            checkpoint.join()
+        sides = _sides(paths, (one, other), dtype, options, directory, team)
+        plan = _plan(paths, sides, settings, both, options, team)
+        every = [*windows.fit, *windows.tuning, *windows.held_out]
+        demand_disk([side.store for side in sides if side.store], every)
+        if team.first:
+            options.say(f"memory: {plan}")
+        fitted = fit_sides(
+            *sides,
+            windows,
+            settings,
+            both=both,
+            low_memory=options.low_memory,
+            checkpoint=checkpoint,
+            team=team,
+            progress=_progress(sides, settings, both, options, team),
+        )
+        if not team.first:
+            return []
+        return _keep(fitted, where, kept.mappers, checkpoint, register)
+
+
+def _keep(
+    fitted: Sequence[Fitted],
+    where: list[Path] | None,
+    mappers: Path,
+    checkpoint: Checkpoint,
+    register: Callable[..., None],
+) -> list[Stored]:
+    stored = write(fitted, where, mappers, checkpoint.tag)
     for artifact in stored:
         register(artifact.directory, artifact.manifest)
+    checkpoint.remove()
     return stored
+
+
+def _identity(path: Path, dtype: torch.dtype | None) -> ModelIdentity:
+    from kvhub.model.config import read_config
+    from kvhub.model.identify import identify
+    from kvhub.model.load import load_model
+
+    if dtype is None:
+        found = getattr(read_config(path).config, "dtype", None)
+        if not isinstance(found, torch.dtype):
+            return load_model(path).identity  # the config does not say: the weights do
+        dtype = found
+    return identify(path, dtype=str(dtype).removeprefix("torch."))
 
 
 def _demand_context(models: Sequence[ModelIdentity], settings: FitSettings) -> None:
@@ -86,70 +166,106 @@ def _demand_context(models: Sequence[ModelIdentity], settings: FitSettings) -> N
             )
 
 
-def _places(
-    source: ModelIdentity, target: ModelIdentity, settings: FitSettings, both: bool, output: Path | None
-) -> list[Path] | None:
-    """Where the artifacts go, refused now if something is there; None for the default."""
-    if output is None:
-        return None
-    if output.exists() and not output.is_dir():
-        raise BadInput(f"{output} is a file, not a directory")
-    pairs = ((source, target), (target, source))[: 1 + both]
-    places = [output / f"{_short(a)}--{_short(b)}--k{settings.k}" for a, b in pairs]
-    for place in places:
-        if place.is_symlink() or place.exists():
-            raise BadInput(f"{place} exists already", "give another --output, or remove it")
-    if len(set(places)) < len(places):
-        raise BadInput("both models have one name", "fit one direction at a time with --output")
-    return places
+def _describe(
+    source: ModelIdentity,
+    target: ModelIdentity,
+    windows: CalibrationSet,
+    settings: FitSettings,
+    both: bool,
+    options: Options,
+) -> dict[str, Any]:
+    """All that determines the result, by name."""
+    return {
+        **settings.describe(),
+        "kvhub": kvhub.__version__,
+        "source": f"{source.name} {source.digest}",
+        "target": f"{target.name} {target.digest}",
+        "both": both,
+        "text": token_digest([list(windows.fit), windows.held_out, windows.tuning]),
+        "texts": windows.dataset,
+        "device": options.device.split(":")[0],
+    }
 
 
-def _short(model: ModelIdentity) -> str:
-    return re.sub(r"[^A-Za-z0-9._]+", "-", model.name.rsplit("/", 1)[-1]).strip("-.")[:64] or "model"
+def _demand_free(place: Path, checkpoint: Checkpoint) -> None:
+    """Refuse a place that is taken, unless this very fit wrote it before it was killed."""
+    from kvhub.artifact.read import read_manifest
+    from kvhub.errors import KvhubError
+
+    if not (place.is_symlink() or place.exists()):
+        return
+    try:
+        if read_manifest(place).created == checkpoint.created:
+            return
+    except KvhubError:
+        pass
+    raise BadInput(f"{place} exists already", "give another --output, or remove it")
 
 
-def _demand_space(
-    directory: Path, source: Geometry, target: Geometry, settings: FitSettings, both: bool
-) -> None:
-    itemsize = 2 if settings.store_dtype == "bfloat16" else 4
-    pairs = ((source, target), (target, source))[: 1 + both]
-    numbers = sum(2 * b.num_layers * b.features * settings.features(a) for a, b in pairs)
-    place = directory.absolute()
-    existing = next(parent for parent in (place, *place.parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if numbers * itemsize > free:
-        raise KvhubError(
-            f"the mappers take {numbers * itemsize / 1e6:.0f} MB and {existing} has {free / 1e6:.0f} MB free",
-            "free some space, or choose another --output",
+def _sides(
+    paths: tuple[Path, Path],
+    identities: tuple[ModelIdentity, ModelIdentity],
+    dtype: torch.dtype | None,
+    options: Options,
+    directory: Path,
+    team: Workers,
+) -> tuple[Side, Side]:
+    from kvhub.model.load import load_model
+
+    root = options.captures or (directory / "captures" if options.low_memory else None)
+    device = f"cuda:{team.rank % torch.cuda.device_count()}" if options.device == "cuda" else options.device
+    sides = []
+    for path, identity in zip(paths, identities, strict=True):
+        store = CaptureStore(root, identity) if root else None
+        if store:
+            store.prepare()
+        sides.append(
+            Side(
+                identity,
+                load=lambda path=path: load_model(path, dtype, device=device),  # type: ignore[misc]
+                store=store,
+                keep=not options.low_memory,
+            )
         )
+    return sides[0], sides[1]
 
 
-def _write(fitted: Sequence[Fitted], places: Sequence[Path] | None, mappers: Path) -> list[Stored]:
-    from kvhub.artifact.write import write_artifact
+def _plan(
+    paths: tuple[Path, Path],
+    sides: tuple[Side, Side],
+    settings: FitSettings,
+    both: bool,
+    options: Options,
+    team: Workers,
+) -> Budget:
+    """What it will take; refuses what cannot fit."""
+    from kvhub.fit.footprint import footprint
 
-    root = mappers if places is None else places[0].parent
-    done: list[Path] = []
-    stored: list[Stored] = []
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=".fit-", dir=root))
-    except PermissionError:
-        raise AccessDenied(f"{root} may not be written") from None
-    try:
-        written = [
-            (staging / str(number), write_artifact(staging / str(number), one.manifest, one.tensors))
-            for number, one in enumerate(fitted)
-        ]
-        for number, (directory, manifest) in enumerate(written):
-            place = mappers / manifest.digest if places is None else places[number]
-            if places is not None or not place.exists():  # an equal digest is an equal artifact
-                directory.rename(place)
-                done.append(place)
-            stored.append(Stored(place.absolute(), manifest))
-    except BaseException:
-        for place in done:
-            shutil.rmtree(place, ignore_errors=True)
-        raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return stored
+    shapes = [footprint(path, side.identity.dtype) for path, side in zip(paths, sides, strict=True)]
+    plan = budget(
+        sides[0].identity.geometry,
+        sides[1].identity.geometry,
+        settings,
+        both=both,
+        weights=(shapes[0].weights, shapes[1].weights),
+        hidden=max(shape.hidden for shape in shapes),
+        vocabulary=max(shape.vocabulary for shape in shapes),
+        low_memory=options.low_memory,
+    )
+    if options.device != "cpu":  # the models are not in main memory
+        plan = replace(plan, models=0)
+    advice = "" if options.low_memory else "use --low-memory, or "
+    one_way = "fit one direction at a time, or " if both else ""
+    demand_memory(
+        plan.total, hint=f"{one_way}{advice}use a machine with more memory", available=options.memory
+    )
+    return plan
+
+
+def _progress(
+    sides: tuple[Side, Side], settings: FitSettings, both: bool, options: Options, team: Workers
+) -> Progress | None:
+    if options.progress is None or not team.first:
+        return None
+    shapes = sides[0].identity.geometry, sides[1].identity.geometry
+    return Expected(options.progress, options.say, solve_seconds(*shapes, settings, both=both))

@@ -3,20 +3,38 @@
 Everything is accumulated in float64: in float32 the centred Gram of values
 becomes indefinite (the products of large means cancel) and the fit loses a
 quarter of its held-out R2.
+
+The products are taken band by band, always the same bands in the same order of
+rows. Whether one process takes them all or several share them, the sums are
+equal bit for bit, because no two processes ever add to one number.
 """
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from kvhub.errors import BadInput
 from kvhub.model.identity import Geometry
+
+
+class Band(NamedTuple):
+    """Rows `start:stop` of one matrix of products; of a symmetric one the part right of `start`."""
+
+    matrix: str
+    """`xx`, `xy` or `yy`."""
+    start: int
+    stop: int
+    cost: int
+    """Products for each row of text."""
+
+    def of(self, moments: Moments) -> Tensor:
+        """The view of `moments` that this band is."""
+        whole: Tensor = getattr(moments, self.matrix)
+        return whole[self.start : self.stop, 0 if self.matrix == "xy" else self.start :]
 
 
 @dataclass
@@ -33,6 +51,8 @@ class Moments:
     xx: Tensor
     xy: Tensor
     yy: Tensor
+    mine: frozenset[Band] | None = None
+    """The bands that this process adds to; None: all."""
 
     @classmethod
     def zeros(
@@ -51,12 +71,23 @@ class Moments:
         self.n += len(x)
         self.x += x.sum(0)
         self.y += y.sum(0)
-        self.xy.addmm_(x.T, y)
-        _add_upper(self.xx, x)
-        if self.yy.dim() == 2:
-            _add_upper(self.yy, y)
-        else:
+        if self.yy.dim() == 1:
             self.yy += y.square().sum(0)
+        for band in self.bands():
+            if self.mine is None or band in self.mine:
+                left = (y if band.matrix == "yy" else x)[:, band.start : band.stop]
+                right = y if band.matrix == "xy" else (x if band.matrix == "xx" else y)[:, band.start :]
+                band.of(self).addmm_(left.T, right)
+
+    def bands(self) -> Iterator[Band]:
+        """What is added to, in parts: eight for each matrix (of a square 9/16 are computed)."""
+        wide, other = self.xy.shape
+        for start, stop in _bands(wide):
+            yield Band("xx", start, stop, (stop - start) * (wide - start))
+            yield Band("xy", start, stop, (stop - start) * other)
+        if self.yy.dim() == 2:
+            for start, stop in _bands(other):
+                yield Band("yy", start, stop, (stop - start) * (other - start))
 
     def symmetrize(self) -> None:
         """Make the Grams whole again after `add`, which leaves their lower triangles stale."""
@@ -105,12 +136,6 @@ def _bands(size: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, size)) for start in range(0, size, step)]
 
 
-def _add_upper(gram: Tensor, rows: Tensor) -> None:
-    # Eight bands on and right of the diagonal: 9/16 of the products of the whole square.
-    for start, stop in _bands(len(gram)):
-        gram[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
-
-
 @dataclass
 class PairMoments:
     """Moments of content keys and of values for one pair of models."""
@@ -138,21 +163,44 @@ class PairMoments:
         """Add the (content keys, values) rows of one window, as `Capture.rows` gives them."""
         self._waiting.append((source, target))
         if sum(len(rows[0][0]) for rows in self._waiting) >= self.BLOCK:
-            self._fold()
+            self.fold()
 
     def flush(self) -> None:
         """Fold waiting rows in and make the Grams whole; called before the moments are read."""
-        self._fold()
+        self.fold()
         self.key.symmetrize()
         self.value.symmetrize()
 
-    def _fold(self) -> None:
+    def fold(self) -> None:
+        """Add the rows that wait for a full block."""
         if self._waiting:
             for kind, moments in enumerate((self.key, self.value)):
                 x = torch.cat([source[kind] for source, _ in self._waiting])
                 y = torch.cat([target[kind] for _, target in self._waiting])
                 moments.add(x.to(moments.x.device), y.to(moments.x.device))
             self._waiting.clear()
+
+    def owners(self, workers: int) -> dict[tuple[str, Band], int]:
+        """Which of `workers` processes adds to each band of `key` and of `value`: shares of equal work."""
+        load = [0] * workers
+        owner: dict[tuple[str, Band], int] = {}
+        bands = [(kind, band) for kind in ("key", "value") for band in getattr(self, kind).bands()]
+        for kind, band in sorted(bands, key=lambda one: (-one[1].cost, one)):
+            lightest = load.index(min(load))
+            owner[kind, band] = lightest
+            load[lightest] += band.cost
+        return owner
+
+    def share(self, rank: int, workers: int) -> None:
+        """Add only to the bands that `rank` owns; sums and counts are kept by every process."""
+        for kind, moments in (("key", self.key), ("value", self.value)):
+            owned = (band for (k, band), owner in self.owners(workers).items() if (k, owner) == (kind, rank))
+            moments.mine = frozenset(owned)
+
+    @property
+    def waiting(self) -> list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
+        """Windows added since the last block was folded in."""
+        return self._waiting
 
     def merge(self, other: PairMoments) -> None:
         """Add the moments of other rows of the same pair."""
@@ -165,55 +213,3 @@ class PairMoments:
         """The moments of the opposite direction, sharing memory."""
         self.flush()
         return PairMoments(self.key.reversed(), self.value.reversed(), [])
-
-
-def memory_needed(source: Geometry, target: Geometry, *, k: int, both: bool) -> int:
-    """Bytes of float64 that a fit holds at its peak.
-
-    Moments for K and for V: 2 * 8 * F_s * (F_s + F_t), and 2 * 8 * F_t**2 more for
-    both directions, with F = layers * kv_heads * head_dim; one block of rows; and
-    three copies of the largest Gram that is solved.
-    """
-    wide, other = source.num_layers * source.features, target.num_layers * target.features
-    moments = 2 * wide * (wide + other) + (2 * other * other if both else 2 * other)
-    rows = 4 * PairMoments.BLOCK * (wide + other)
-    gram = k * max(source.features, target.features if both else 0)
-    return 8 * (moments + rows + 3 * gram * gram)
-
-
-def demand_memory(
-    source: Geometry, target: Geometry, *, k: int, both: bool, available: int | None = None
-) -> None:
-    """Refuse (`BadInput`) before any forward is run where the moments cannot fit.
-
-    available: bytes; None asks the operating system (and says nothing where it does not know).
-    """
-    needed = memory_needed(source, target, k=k, both=both)
-    have = _free_memory() if available is None else available
-    if have is not None and needed > have:
-        advice = "use a machine with more memory"
-        raise BadInput(
-            f"the moments of this pair need {needed / 1e9:.1f} GB and {have / 1e9:.1f} GB are free"
-            " (16 * F_s * (F_s + F_t) bytes, F = layers * kv_heads * head_dim)",
-            f"fit one direction at a time, or {advice}" if both else advice,
-        )
-
-
-def moments_device(model_device: torch.device, needed: int) -> torch.device:
-    """Where moments of `needed` bytes are kept: beside the models if they fit there, else in main memory."""
-    if model_device.type == "cuda" and torch.cuda.mem_get_info(model_device)[0] > 1.2 * needed:
-        return model_device
-    return torch.device("cpu")
-
-
-def _free_memory() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None

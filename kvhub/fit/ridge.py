@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -64,6 +64,21 @@ class Affine:
         return self.mean_y - (self.mean_x[..., None, :] @ used)[..., 0, :]
 
 
+class Factors:
+    """The last Cholesky factor of one side: with k = all, every target layer has the same."""
+
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] = ()
+        self._factor: Tensor | None = None
+
+    def get(self, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+        """The factor for `key`, made if it is not the last one."""
+        if self._factor is None or key != self._key:
+            self._factor = None  # freed before the next one is made
+            self._key, self._factor = key, make()
+        return self._factor
+
+
 def solve_layer(
     moments: Moments,
     source: Geometry,
@@ -73,25 +88,33 @@ def solve_layer(
     regularization: Regularization,
     *,
     support: Support = "full",
+    factors: Factors | None = None,
+    name: int | None = None,
 ) -> Affine:
     """Fit one target layer's K or V from the selected source layers.
 
     All heads share the Gram and its Cholesky factor (`full`); head-local solves
     one small system per head, with lambda relative to that head's own Gram.
+    factors: where the last factor is kept. name: of the layer in messages, where `moments` hold a part.
     Errors: `KvhubError` where the regularised Gram is not positive definite.
     """
     inputs, outputs = _indices(source, target, target_layer, source_layers, support, moments.x.device)
-    gram = moments.centred_xx(inputs[..., :, None], inputs[..., None, :])
+
+    def factorise() -> Tensor:
+        gram = moments.centred_xx(inputs[..., :, None], inputs[..., None, :])
+        strength = regularization.strength(gram, moments.n)
+        gram.diagonal(dim1=-2, dim2=-1).add_(strength[..., None])
+        factor, failed = torch.linalg.cholesky_ex(gram)
+        if bool(failed.any()):
+            raise KvhubError(
+                f"the moments of target layer {target_layer if name is None else name} are not positive"
+                f" definite (lambda {regularization.value:g}, {moments.n} rows)",
+                "use a larger --lambda, or more text",
+            )
+        return cast(Tensor, factor)
+
+    factor = (factors or Factors()).get((tuple(source_layers), regularization, support), factorise)
     cross = moments.centred_xy(inputs[..., :, None], outputs[..., None, :])
-    strength = regularization.strength(gram, moments.n)
-    gram.diagonal(dim1=-2, dim2=-1).add_(strength[..., None])
-    factor, failed = torch.linalg.cholesky_ex(gram)
-    if bool(failed.any()):
-        raise KvhubError(
-            f"the moments of target layer {target_layer} are not positive definite"
-            f" (lambda {regularization.value:g}, {moments.n} rows)",
-            "use a larger --lambda, or more text",
-        )
     weight = torch.cholesky_solve(cross, factor)
     return Affine(weight, moments.mean_x(inputs), moments.mean_y(outputs))
 

@@ -1,8 +1,7 @@
-"""Fit a pair of loaded models: capture, moments, selection, ridge, held-out R2."""
+"""Fit a pair of models: capture, moments, selection, ridge, held-out R2."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -11,22 +10,27 @@ import torch
 from torch import Tensor
 
 import kvhub
-from kvhub.artifact.manifest import Manifest
-from kvhub.errors import BadInput, Incompatible, KvhubError
+from kvhub.artifact.manifest import Manifest, Selection
+from kvhub.errors import BadInput, Incompatible
+from kvhub.fit.accumulate import Progress, accumulate, fill_captures, moments_device
 from kvhub.fit.calibration import CalibrationSet, row_positions
-from kvhub.fit.capture import Capture, capture
-from kvhub.fit.moments import Moments, PairMoments, demand_memory, memory_needed, moments_device
-from kvhub.fit.ridge import solve_layer
+from kvhub.fit.checkpoint import Checkpoint
+from kvhub.fit.memory import budget, demand_memory, moment_bytes
+from kvhub.fit.moments import PairMoments
+from kvhub.fit.ridge import Regularization
 from kvhub.fit.score import HeldOutScore
-from kvhub.fit.selection import demand_k, select_layers
+from kvhub.fit.selection import layer_scores, top_layers
 from kvhub.fit.settings import FitSettings
+from kvhub.fit.side import Side
+from kvhub.fit.solve import Solved, solve_pair
+from kvhub.fit.study import choose
+from kvhub.fit.workers import Workers
 from kvhub.model.identity import Geometry
 
 if TYPE_CHECKING:
     from kvhub.model.load import LoadedModel
 
-Progress = Callable[[str, int, int], None]
-"""Called with (stage, steps done, steps in all); stages are `capture`, `solve` and `score`."""
+__all__ = ["Fitted", "Progress", "demand_possible", "fit_pair", "fit_sides"]
 
 OBJECTIVE = "mean-squared-error"
 
@@ -48,7 +52,7 @@ def demand_possible(
     too few rows, memory), `Incompatible` (head-local with unequal heads).
     """
     for one, other in ((source, target), (target, source))[: 1 + both]:
-        demand_k(settings.k, one)
+        smallest = settings.grid(one)[0]
         if settings.support == "head-local" and one.num_kv_heads != other.num_kv_heads:
             raise Incompatible(
                 f"head-local support needs equal KV head counts, not {one.num_kv_heads}"
@@ -56,15 +60,19 @@ def demand_possible(
                 "use --support full",
                 code="heads",
             )
-        needed = settings.features(one) + 1
+        needed = settings.width(one, smallest) + 1
         if rows is not None and rows < needed:
             per_window = len(row_positions(settings.length, settings.stride, settings.exact_prefix))
             raise BadInput(
-                f"the text gives {rows} rows and k = {settings.k} needs at least {needed}"
+                f"the text gives {rows} rows and k = {smallest} needs at least {needed}"
                 f" ({-(-needed // per_window) * settings.length} tokens at this length and stride)",
                 "give more text, a smaller --stride or a smaller --k",
             )
-    demand_memory(source, target, k=settings.k, both=both)
+    hint = "use --low-memory, or a machine with more memory"
+    demand_memory(
+        budget(source, target, settings, both=both).total,
+        hint=f"fit one direction at a time, or {hint}" if both else hint,
+    )
 
 
 def fit_pair(
@@ -82,95 +90,126 @@ def fit_pair(
     `demand_possible`, `check_pair` and `capture`; `KvhubError` where a Gram is
     not positive definite or a weight does not fit the stored dtype.
     """
+    return fit_sides(Side.of(source), Side.of(target), windows, settings, both=both, progress=progress)
+
+
+def fit_sides(
+    source: Side,
+    target: Side,
+    windows: CalibrationSet,
+    settings: FitSettings,
+    *,
+    both: bool = False,
+    low_memory: bool = False,
+    checkpoint: Checkpoint | None = None,
+    team: Workers | None = None,
+    progress: Progress | None = None,
+) -> list[Fitted]:
+    """`fit_pair` with models that may be loaded only when they are needed, or captures on disk.
+
+    low_memory: all captures of one model, then of the other; both sides need a store. checkpoint: where
+    to go on from. team: the processes that share the work; only the first one gets a result.
+    """
     from kvhub.model.pair import check_pair
 
     check_pair(source.identity, target.identity)
-    shapes = source.identity.geometry, target.identity.geometry
-    length = windows.fit.shape[1]
-    positions = row_positions(length, settings.stride, settings.exact_prefix)
-    demand_possible(*shapes, settings, both=both, rows=len(windows.fit) * len(positions))
+    team = team or Workers()
     tell = progress or (lambda stage, done, total: None)
-
-    needed = memory_needed(*shapes, k=settings.k, both=both)
-    device = moments_device(torch.device(source.model.device), needed)
+    shapes = source.identity.geometry, target.identity.geometry
+    demand_possible(*shapes, settings, both=both, rows=windows.rows(settings.stride, settings.exact_prefix))
+    if low_memory:
+        fill_captures(source, target, windows, team, tell)
+    device = moments_device(_device(source), moment_bytes(*shapes, both=both))
     moments = PairMoments.zeros(*shapes, both=both, device=device)
-    for here, there in _captures(source, target, windows.fit, "capture", tell):
-        moments.add(here.rows(positions), there.rows(positions))
-    moments.flush()
-
-    first, layers = shapes[1].num_layers, shapes[1].num_layers + both * shapes[0].num_layers
-    found = [_solve(moments, source, target, settings, lambda done: tell("solve", done, layers))]
-    if both:
-        back = moments.reversed()
-        found.append(_solve(back, target, source, settings, lambda done: tell("solve", first + done, layers)))
-        del back
+    accumulate(
+        moments, source, target, list(windows.fit), settings, team=team, checkpoint=checkpoint, tell=tell
+    )
+    if not team.first:
+        return []
+    pairs = ((source, target), (target, source))[: 1 + both]
+    found: list[Solved] = []
+    selections: list[Selection | None] = []
+    total = sum(two.identity.geometry.num_layers for _, two in pairs)
+    for one, two in pairs:
+        sums = moments if one is source else moments.reversed()
+        shape = one.identity.geometry, two.identity.geometry
+        scores = layer_scores(sums, *shape)
+        selection = (
+            choose(sums, scores, one, two, windows.tuning, settings, tell) if settings.automatic else None
+        )
+        k = settings.grid(shape[0])[0] if selection is None else selection.k
+        strength = settings.regularization
+        if strength == "auto":
+            assert selection is not None
+            strength = Regularization(selection.regularization)
+        done = sum(len(solved.layers) for solved in found)
+        found.append(
+            solve_pair(
+                sums,
+                *shape,
+                top_layers(scores, k),
+                strength,
+                settings,
+                tell=lambda step, done=done: tell("solve", done + step, total),  # type: ignore[misc]
+            )
+        )
+        selections.append(selection)
+        del sums
     del moments
-    scores = [HeldOutScore(tensors, chosen) for chosen, tensors in found]
-    for here, there in _captures(source, target, windows.held_out, "score", tell):
+    return _fitted(pairs, found, selections, windows, settings, both, checkpoint, tell)
+
+
+def _device(side: Side) -> torch.device:
+    if not side.resident:
+        return torch.device("cpu")
+    with side.live() as model:
+        return torch.device(model.model.device)
+
+
+def _fitted(
+    pairs: tuple[tuple[Side, Side], ...],
+    found: list[Solved],
+    selections: list[Selection | None],
+    windows: CalibrationSet,
+    settings: FitSettings,
+    both: bool,
+    checkpoint: Checkpoint | None,
+    tell: Progress,
+) -> list[Fitted]:
+    source, target = pairs[0]
+    positions = row_positions(windows.held_out.shape[1], settings.stride, settings.exact_prefix)
+    scores = [HeldOutScore(solved.tensors, solved.layers) for solved in found]
+    tell("score", 0, len(windows.held_out))
+    for number, window in enumerate(windows.held_out, 1):
+        here, there = source.capture(window), target.capture(window)
         for score, direction in zip(scores, ((here, there), (there, here)), strict=False):
             score.add(*direction, positions)
-
-    created = settings.created or datetime.now(UTC).isoformat(timespec="seconds")
+        tell("score", number, len(windows.held_out))
+    created = settings.created or (
+        checkpoint.created if checkpoint else datetime.now(UTC).isoformat(timespec="seconds")
+    )
     return [
         Fitted(
             Manifest(
                 kvhub_version=kvhub.__version__,
                 family="ridge",
                 support=settings.support,
-                source=pair[0].identity,
-                target=pair[1].identity,
-                k=settings.k,
-                regularization=settings.regularization.value,
-                regularization_convention=settings.regularization.convention,
+                source=one.identity,
+                target=two.identity,
+                k=len(solved.layers[0]),
+                regularization=solved.regularization.value,
+                regularization_convention=solved.regularization.convention,
                 objective=OBJECTIVE,
-                source_layers=chosen,
+                source_layers=solved.layers,
                 exact_prefix=settings.exact_prefix,
                 weights_dtype=settings.store_dtype,
                 calibration=windows.describe(settings.stride, settings.exact_prefix),
                 fit_scores=score.result(),
+                selection=selection,
                 created=created,
                 files=[],
             ),
-            tensors,
+            solved.tensors,
         )
-        for pair, (chosen, tensors), score in zip(
-            ((source, target), (target, source)), found, scores, strict=False
-        )
+        for (one, two), solved, selection, score in zip(pairs, found, selections, scores, strict=True)
     ]
-
-
-def _captures(
-    source: LoadedModel, target: LoadedModel, windows: Tensor, stage: str, tell: Progress
-) -> Iterator[tuple[Capture, Capture]]:
-    tell(stage, 0, len(windows))
-    for number, window in enumerate(windows, 1):
-        yield capture(source, window), capture(target, window)
-        tell(stage, number, len(windows))
-
-
-def _solve(
-    moments: PairMoments,
-    source: LoadedModel,
-    target: LoadedModel,
-    settings: FitSettings,
-    tell: Callable[[int], None],
-) -> tuple[list[list[int]], dict[str, Tensor]]:
-    shapes = source.identity.geometry, target.identity.geometry
-    layers = select_layers(moments, *shapes, settings.k)
-    tensors: dict[str, Tensor] = {}
-    kinds: tuple[tuple[str, Moments], ...] = (("k", moments.key), ("v", moments.value))
-    for number, chosen in enumerate(layers):
-        for name, side in kinds:
-            affine = solve_layer(
-                side, *shapes, number, chosen, settings.regularization, support=settings.support
-            )
-            weight = affine.weight.to(getattr(torch, settings.store_dtype))
-            bias = affine.bias(weight).to(torch.float32).reshape(shapes[1].num_kv_heads, shapes[1].head_dim)
-            for part, tensor in (("weight", weight), ("bias", bias)):
-                if not bool(torch.isfinite(tensor).all()):
-                    raise KvhubError(
-                        f"the fit of target layer {number} is not finite", "use a larger --lambda"
-                    )
-                tensors[f"layers.{number}.{name}.{part}"] = tensor.cpu().contiguous()
-        tell(number + 1)
-    return layers, tensors

@@ -38,14 +38,9 @@ def layer_scores(moments: PairMoments, source: Geometry, target: Geometry) -> Te
 
 
 def select_layers(moments: PairMoments, source: Geometry, target: Geometry, k: int) -> list[list[int]]:
-    """The `k` best source layers of every target layer, ascending; the lower layer wins a tie.
-
-    Errors: `BadInput` if `k` is not between 1 and the number of source layers.
-    """
+    """`top_layers` from moments. Errors: `BadInput` if `k` is not in 1 ... the number of source layers."""
     demand_k(k, source)
-    # Scores of exchangeable layers differ in the last bits only; rounding makes the tie exact.
-    scores = layer_scores(moments, source, target).mul(1e12).round().tolist()
-    return [sorted(sorted(range(len(row)), key=lambda s: (-row[s], s))[:k]) for row in scores]
+    return top_layers(layer_scores(moments, source, target), k)
 
 
 def demand_k(k: int, source: Geometry) -> None:
@@ -55,6 +50,16 @@ def demand_k(k: int, source: Geometry) -> None:
             f"--k {k} is outside 1..{source.num_layers} (the source has {source.num_layers} layers)",
             f"use --k {source.num_layers} or less",
         )
+
+
+def top_layers(scores: Tensor, k: int) -> list[list[int]]:
+    """The `k` best source layers of every target layer, ascending; the lower layer wins a tie.
+
+    scores: `[target layers, source layers]`, of `layer_scores`.
+    """
+    # Scores of exchangeable layers differ in the last bits only; rounding makes the tie exact.
+    rounded = scores.mul(1e12).round().tolist()
+    return [sorted(sorted(range(len(row)), key=lambda s: (-row[s], s))[:k]) for row in rounded]
 
 
 def single_source_r2(moments: Moments, source: Geometry, target: Geometry) -> Tensor:

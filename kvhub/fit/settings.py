@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 from kvhub.errors import BadInput
 from kvhub.fit.ridge import PAPER, Regularization, Support
+from kvhub.fit.selection import demand_k
 from kvhub.model.identity import Geometry
+
+GRID_K = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24)
+"""What `--k auto` tries, and all source layers."""
+GRID_LAMBDA = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+"""What `--lambda auto` tries, relative to the mean diagonal."""
 
 
 @dataclass(frozen=True)
 class FitSettings:
     """Defaults are the paper's where it has one: 500 x 1,024 tokens, every 4th (arXiv 2608.03893, 3.1)."""
 
-    k: int = 8
-    regularization: Regularization = field(default_factory=Regularization)
+    k: int | Literal["all", "auto"] = 8
+    regularization: Regularization | Literal["auto"] = field(default_factory=Regularization)
     support: Support = "full"
     sequences: int = 500
     length: int = 1024
+    lengths: tuple[int, ...] | None = None
+    """Windows of several lengths, in turn; `length` is then the longest."""
     stride: int = 4
     exact_prefix: int = 0
     store_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -27,26 +35,93 @@ class FitSettings:
     """ISO 8601 time to record; None is now. Part of the digest: fix it to get the same digest twice."""
 
     def __post_init__(self) -> None:
-        if min(self.sequences, self.length, self.stride) < 1:
+        if self.lengths is not None and max(self.lengths, default=0) != self.length:
+            raise BadInput("length must be the longest of lengths")
+        if min(self.sequences, self.shortest, self.stride) < 1:
             raise BadInput("--sequences, --length and --stride must be at least 1")
-        if not 0 <= self.exact_prefix < self.length:
+        if not 0 <= self.exact_prefix < self.shortest:
             raise BadInput(
-                f"--exact-prefix {self.exact_prefix} leaves no row of a window of {self.length} tokens"
+                f"--exact-prefix {self.exact_prefix} leaves no row of a window of {self.shortest} tokens"
             )
 
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest window."""
+        return min(self.lengths) if self.lengths else self.length
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest window."""
+        return self.length
+
+    @property
+    def automatic(self) -> bool:
+        """Whether k or lambda is chosen on held-out text."""
+        return "auto" in (self.k, self.regularization)
+
+    def grid(self, source: Geometry) -> list[int]:
+        """Every k that is fitted for this source, ascending: the one asked for, or those to choose from.
+
+        Errors: `BadInput` naming the largest k where the one asked for cannot be used.
+        """
+        every = source.num_layers
+        if self.k == "auto":
+            return [*(k for k in GRID_K if k < every), every]
+        k = every if self.k == "all" else self.k
+        demand_k(k, source)
+        return [k]
+
+    def width(self, source: Geometry, k: int) -> int:
+        """Inputs of one regression: `k * H_s * D_s`, or `k * D_s` for head-local."""
+        return k * (source.features if self.support == "full" else source.head_dim)
+
     def features(self, source: Geometry) -> int:
-        """Width of one regression: `k * H_s * D_s`, or `k * D_s` for head-local."""
-        return self.k * (source.features if self.support == "full" else source.head_dim)
+        """Inputs of the widest regression that is solved."""
+        return self.width(source, self.grid(source)[-1])
+
+    def chosen(self, k: int, regularization: Regularization) -> FitSettings:
+        """These settings with k and lambda decided."""
+        return replace(self, k=k, regularization=regularization)
+
+    def describe(self) -> dict[str, Any]:
+        """All of it but the time, as JSON values by option name."""
+        values = asdict(self)
+        del values["created"]
+        values["lambda"] = values.pop("regularization")
+        return values
 
 
-def parse_regularization(text: str) -> Regularization:
-    """`paper`, or a number of at least 0 relative to the Gram's mean diagonal. Errors: `BadInput`."""
+def parse_regularization(text: str) -> Regularization | Literal["auto"]:
+    """`paper`, `auto`, or a number of at least 0 relative to the Gram's mean diagonal. Errors: `BadInput`."""
     if text == "paper":
         return PAPER
+    if text == "auto":
+        return "auto"
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise BadInput(f"--lambda {text} is neither `paper` nor a number of at least 0")
+        raise BadInput(f"--lambda {text} is neither `paper`, `auto` nor a number of at least 0")
     return Regularization(value)
+
+
+def parse_k(text: str) -> int | Literal["all", "auto"]:
+    """A number of source layers, `all` of them, or `auto`. Errors: `BadInput`."""
+    if text == "all":
+        return "all"
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise BadInput(f"--k {text} is neither a number, `all` nor `auto`") from None
+
+
+def parse_lengths(text: str) -> tuple[int, tuple[int, ...] | None]:
+    """`1024`, or several as `256,1024`: (the longest, all of them or None for one). Errors: `BadInput`."""
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise BadInput(f"--length {text} is not a number, nor several with commas") from None
+    return max(lengths), lengths if len(lengths) > 1 else None

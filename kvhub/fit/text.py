@@ -3,7 +3,8 @@
 Documents are told apart by the first of these that yields at least
 `ENOUGH_DOCUMENTS` in the file, else by the one that yields the most:
 
-    `*.jsonl`, `*.ndjson`   one JSON object a line, its "text"
+    `*.jsonl`, `*.ndjson`   one JSON object a line, its "text", or "messages" for a chat template
+    `*.parquet`             the same from a column (needs pyarrow)
     `</doc>`                WikiExtractor files (the opening tag is dropped)
     `<|endoftext|>`, \\f     explicit separators
     two blank lines, one blank line, one line
@@ -37,14 +38,31 @@ _OPENING_TAG = re.compile(r"<doc [^>\n]*>\n?")
 _SEPARATORS = (r"</doc>", r"<\|endoftext\|>|\f", r"\n(?:[ \t\r]*\n){2,}", r"\n[ \t\r]*\n", r"\n")
 
 
-def read_documents(paths: Sequence[Path]) -> list[str]:
+class Conversation(str):
+    """A conversation as a chat template writes it."""
+
+    key: str
+    """The messages themselves: they decide the side, so that it is the same under every template."""
+
+
+def read_documents(paths: Sequence[Path], *, tokenizer: Any = None) -> list[str]:
     """The documents of all files, in file order, without empty ones.
+
+    tokenizer: its chat template writes conversations (records with "messages").
 
     Errors, each naming the file: `NotFound`; `AccessDenied`; `BadInput` for a
     directory, an empty file, binary data, text that is not UTF-8, a JSON line
     without "text", or a file above 1 GiB.
     """
-    return [document for path in paths for document in _documents(path, _read(path))]
+    found: list[str] = []
+    for path in paths:
+        if path.suffix == ".parquet":
+            from kvhub.fit.parquet import read_parquet
+
+            found += documents_of(read_parquet(path), str(path), tokenizer)
+        else:
+            found += _documents(path, _read(path), tokenizer)
+    return found
 
 
 def split_documents(
@@ -56,8 +74,8 @@ def split_documents(
     2**256, is below `fraction`; the seed changes the order only. Repeated
     documents are kept once.
     """
-    ordered = sorted(set(documents), key=lambda document: _hash(f"{seed}\n{document}"))
-    held_out = [_hash(document) < fraction * 2**256 for document in ordered]
+    ordered = sorted(set(documents), key=lambda document: _hash(f"{seed}\n{_key(document)}"))
+    held_out = [_hash(_key(document)) < fraction * 2**256 for document in ordered]
     return (
         [document for document, out in zip(ordered, held_out, strict=True) if not out],
         [document for document, out in zip(ordered, held_out, strict=True) if out],
@@ -75,7 +93,7 @@ def windows(
     serving. `limit` stops after so many windows (`n` may be smaller, even 0);
     `start` skips so many first.
     """
-    head = _head(tokenizer)
+    head = text_head(tokenizer)
     body = length - len(head)
     if body < 1:
         raise BadInput(f"windows of {length} tokens leave no room for text", "use a longer --length")
@@ -90,7 +108,7 @@ def windows(
     return torch.cat((torch.tensor(head, dtype=torch.int64).expand(len(packed), -1), packed), dim=1)
 
 
-def token_digest(batches: Iterable[Tensor]) -> str:
+def token_digest(batches: Iterable[Tensor | Sequence[Tensor]]) -> str:
     """sha256 over token ids: little-endian int64, every window preceded by its length."""
     digest = hashlib.sha256()
     for window in chain.from_iterable(batches):
@@ -99,11 +117,16 @@ def token_digest(batches: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
+def _key(document: str) -> str:
+    return document.key if isinstance(document, Conversation) else document
+
+
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
 
 
-def _head(tokenizer: Any) -> list[int]:
+def text_head(tokenizer: Any) -> list[int]:
+    """Token ids that the tokenizer puts before every text (BOS), often none."""
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     full = list(tokenizer("a")["input_ids"])
     starts = (i for i in range(len(full)) if full[i : i + len(bare)] == bare)
@@ -145,9 +168,9 @@ def _read(path: Path) -> str:
     return text
 
 
-def _documents(path: Path, text: str) -> list[str]:
+def _documents(path: Path, text: str, tokenizer: Any) -> list[str]:
     if path.suffix in (".jsonl", ".ndjson"):
-        return _json_lines(path, text)
+        return documents_of(_json_lines(text), str(path), tokenizer)
     most: list[str] = []
     for separator in _SEPARATORS:
         blocks = re.split(separator, text)
@@ -159,21 +182,58 @@ def _documents(path: Path, text: str) -> list[str]:
     return most
 
 
-def _json_lines(path: Path, text: str) -> list[str]:
-    found: list[str] = []
+def _json_lines(text: str) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(text.split("\n"), 1):  # splitlines() also cuts at U+2028, legal in JSON
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError):
+                yield number, None
+
+
+def documents_of(records: Iterable[tuple[int, Any]], where: str, tokenizer: Any) -> list[str]:
+    """The documents of numbered records: their "text", or their "messages" by the chat template.
+
+    Errors: `BadInput` naming `where` and the record.
+    """
+    found: list[str] = []
+    for number, value in records:
         document = value.get("text") if isinstance(value, dict) else None
+        if isinstance(value, dict) and document is None and "messages" in value:
+            document = _conversation(value["messages"], f"line {number} of {where}", tokenizer)
         if not isinstance(document, str):
-            raise BadInput(f'line {number} of {path} is not a JSON object with a "text" string')
+            raise BadInput(
+                f'line {number} of {where} is not an object with a "text" string or a list of "messages"'
+            )
         if document.strip():
-            # JSON may escape half a surrogate pair, which no tokenizer takes.
-            found.append(document.strip().encode("utf-8", "replace").decode())
+            found.append(document if isinstance(document, Conversation) else _clean(document))
     if not found:
-        raise BadInput(f"{path} holds no text")
+        raise BadInput(f"{where} holds no text")
     return found
+
+
+def _clean(text: str) -> str:
+    # JSON may escape half a surrogate pair, which no tokenizer takes.
+    return text.strip().encode("utf-8", "replace").decode()
+
+
+def _conversation(messages: Any, where: str, tokenizer: Any) -> Conversation:
+    whole = isinstance(messages, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in messages
+    )
+    if not whole or not messages:
+        raise BadInput(f'{where}: every message needs a "role" and a "content" string')
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise BadInput(
+            f"{where} is a conversation, and the source's tokenizer has no chat template",
+            'give records with "text", or an instruction-tuned source',
+        )
+    turns = [{"role": m["role"], "content": _clean(m["content"])} for m in messages]
+    try:
+        written = Conversation(tokenizer.apply_chat_template(turns, tokenize=False))
+    except Exception as error:  # a template is a program of its own, and refuses in its own ways
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{where}: the chat template refuses it: {reason[:120]}") from None
+    written.key = json.dumps(turns, sort_keys=True)
+    return written

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvhub.errors import BadInput
-from kvhub.fit.moments import Moments, PairMoments, demand_memory, memory_needed
+from kvhub.fit.moments import Moments, PairMoments
 from kvhub.model.identity import Geometry
 
 
@@ -109,12 +108,30 @@ def test_rows_wait_for_a_full_block_and_none_is_lost() -> None:
     torch.testing.assert_close(moments.value.xy, 2 * everything.T @ everything, rtol=1e-12, atol=1e-9)
 
 
-def test_too_little_memory_is_refused_with_the_formula() -> None:
-    source, target = shape(40, 8, 128), shape(64, 8, 128)
-    needed = memory_needed(source, target, k=8, both=False)
-    assert 68e9 < 16 * 40960 * (40960 + 65536) <= needed < 76e9
-    demand_memory(source, target, k=8, both=False, available=needed)
-    with pytest.raises(BadInput) as caught:
-        demand_memory(source, target, k=8, both=True, available=needed)
-    assert "F_s * (F_s + F_t)" in caught.value.message and "one direction" in caught.value.hint
-    demand_memory(shape(1, 1, 4), shape(1, 1, 4), k=1, both=True)  # asks the operating system
+@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("both", [False, True])
+def test_shared_work_gives_the_same_bits(workers: int, both: bool) -> None:
+    """Each process adds to its own bands only, so there is no other order of rounding."""
+    source, target = shape(3, 2, 100), shape(4, 1, 150)
+    parts = [
+        tuple((rows(700, f, seed), rows(700, f, seed + 50)) for f, seed in ((600, s), (600, s + 9)))
+        for s in range(3)
+    ]
+
+    def run(rank: int, size: int) -> PairMoments:
+        moments = PairMoments.zeros(source, target, both=both)
+        moments.share(rank, size)
+        for one, other in parts:
+            moments.add(one, other)
+        moments.fold()
+        return moments
+
+    alone, team = run(0, 1), [run(rank, workers) for rank in range(workers)]
+    load = [0] * workers
+    for (kind, band), owner in alone.owners(workers).items():
+        assert torch.equal(band.of(getattr(team[owner], kind)), band.of(getattr(alone, kind)))
+        load[owner] += band.cost
+        others = [band.of(getattr(one, kind)) for rank, one in enumerate(team) if rank != owner]
+        assert not any(other.any() for other in others)
+    assert max(load) < 1.5 * sum(load) / workers
+    assert all(torch.equal(one.key.x, alone.key.x) and one.value.n == 2100 for one in team)

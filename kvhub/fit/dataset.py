@@ -1,0 +1,169 @@
+"""Calibration text from a data set on the Hub: pinned, read in pieces, and only as much as is needed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvhub.errors import AccessDenied, BadInput, KvhubError, NotFound, Unreachable
+from kvhub.fit.store import write_bytes
+from kvhub.fit.text import documents_of
+
+_REPOSITORY = re.compile(
+    r"^(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})"
+    r"(?P<folder>(/[\w.=+-]+)*)(@(?P<revision>[A-Za-z0-9][\w./-]{0,254}))?$"
+)
+_COMMIT = re.compile(r"^[0-9a-f]{40}$")
+_FORMATS = (".parquet", ".jsonl", ".ndjson")
+_BLOCK = 4 << 20
+_LINE = 64 << 20
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What of which data set: `org/name[/folder][@revision]`."""
+
+    repo: str
+    folder: str
+    revision: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> Dataset:
+        """Errors: `BadInput`."""
+        match = _REPOSITORY.match(text)
+        if match is None or ".." in text:
+            raise BadInput(f"--dataset {text} is not org/name[/folder][@revision]")
+        return cls(match["repo"], match["folder"].strip("/"), match["revision"])
+
+
+def read_dataset(dataset: Dataset, *, characters: int, cache: Path, tokenizer: Any) -> tuple[list[str], str]:
+    """(documents, commit): the first documents, in order of files and rows, of at least `characters` in all.
+
+    What was read is kept under `cache`, by commit, so that the same fit started again reads the same
+    documents without the network where the revision is a commit. Remote Parquet is read by row group.
+    Errors: `NotFound`, `AccessDenied`, `Unreachable`, and `BadInput` for a data set without text.
+    """
+    from huggingface_hub import HfApi
+
+    if dataset.revision is not None and _COMMIT.match(dataset.revision):
+        kept = _kept(dataset, dataset.revision, characters, cache)
+        if kept.exists():
+            return documents_of(_lines(kept), dataset.repo, tokenizer), dataset.revision
+    with _explained(dataset):
+        info = HfApi().dataset_info(dataset.repo, revision=dataset.revision)
+    commit = str(info.sha)
+    if not _COMMIT.match(commit):
+        raise Unreachable(f"the Hub names no commit for {dataset.repo}")
+    kept = _kept(dataset, commit, characters, cache)
+    if not kept.exists():
+        names = sorted(
+            sibling.rfilename
+            for sibling in info.siblings or []
+            if sibling.rfilename.endswith(_FORMATS) and sibling.rfilename.startswith(_prefix(dataset))
+        )
+        if not names:
+            raise BadInput(
+                f"{dataset.repo} has no Parquet or JSONL file"
+                + (f" in {dataset.folder}" * bool(dataset.folder)),
+                "name a folder of it: org/name/folder",
+            )
+        with _explained(dataset):
+            records = _take(_records(dataset, commit, names), characters)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(kept, b"".join(json.dumps(record).encode() + b"\n" for record in records))
+    return documents_of(_lines(kept), dataset.repo, tokenizer), commit
+
+
+def _prefix(dataset: Dataset) -> str:
+    return f"{dataset.folder}/" if dataset.folder else ""
+
+
+def _kept(dataset: Dataset, commit: str, characters: int, cache: Path) -> Path:
+    what = f"{dataset.repo}\n{dataset.folder}\n{commit}\n{characters}"
+    return cache / "datasets" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.jsonl"
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield number, json.loads(line)
+            except ValueError:
+                path.unlink(missing_ok=True)
+                raise KvhubError(f"{path} was damaged and is removed", "start again") from None
+
+
+def _take(records: Iterator[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
+    taken: list[dict[str, Any]] = []
+    total = 0
+    for record in records:
+        taken.append(record)
+        text = record.get("text")
+        total += len(text) if isinstance(text, str) else len(json.dumps(record.get("messages")))
+        if total >= characters:
+            break
+    return taken
+
+
+def _records(dataset: Dataset, commit: str, names: list[str]) -> Iterator[dict[str, Any]]:
+    from huggingface_hub import HfFileSystem
+
+    files = HfFileSystem()
+    for name in names:
+        path = f"datasets/{dataset.repo}@{commit}/{name}"
+        with files.open(path, "rb", block_size=_BLOCK) as file:
+            if name.endswith(".parquet"):
+                from kvhub.fit.parquet import parquet_records
+
+                for _, record in parquet_records(file, f"{dataset.repo}/{name}"):
+                    yield record
+            else:
+                yield from _json_records(file, f"{dataset.repo}/{name}")
+
+
+def _json_records(file: Any, where: str) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(iter(lambda: file.readline(_LINE), b""), 1):
+        if line.strip():
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                value = None
+            if not isinstance(value, dict):
+                raise BadInput(f"line {number} of {where} is not a JSON object")
+            yield {key: value[key] for key in ("text", "messages") if key in value}
+
+
+class _explained:  # noqa: N801 - reads as a statement
+    """Errors of the Hub's client as ours."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+        name = self._dataset.repo
+        if error is None or isinstance(error, KvhubError) or not isinstance(error, Exception):
+            return
+        if isinstance(error, GatedRepoError):
+            raise AccessDenied(
+                f"{name} is gated", "accept its terms on its page, then `hf auth login`"
+            ) from None
+        if isinstance(error, RevisionNotFoundError):
+            raise NotFound(f"{name} has no revision {self._dataset.revision!r}") from None
+        if isinstance(error, (RepositoryNotFoundError, FileNotFoundError)):
+            raise NotFound(f"no such data set on the Hub: {name}") from None
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise AccessDenied(f"the Hub refuses {name} ({status})", "log in with `hf auth login`") from None
+        raise Unreachable(
+            f"cannot read {name} from the Hub: {type(error).__name__}", "check the network, or give --text"
+        ) from error

@@ -1,0 +1,75 @@
+"""How long a fit will take: the first windows are timed, the solves are counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from kvhub.fit.accumulate import Progress
+from kvhub.fit.settings import GRID_LAMBDA, FitSettings
+from kvhub.model.identity import Geometry
+
+_FIRST = 3
+"""Windows after which there is an estimate; the very first one pays for warming up."""
+
+
+def solve_flops(source: Geometry, target: Geometry, settings: FitSettings) -> float:
+    """Of one direction: Cholesky factors and triangular solves of K and V, for every k that is tried."""
+    total = 0.0
+    grid = settings.grid(source)
+    extra = [grid[-1]] * (len(GRID_LAMBDA) - 1) if settings.regularization == "auto" else []
+    for k in [*grid, *extra]:
+        blocks = 1 if settings.support == "full" else target.num_kv_heads
+        width, out = settings.width(source, k), target.features / blocks
+        factors = 1 if k == source.num_layers else target.num_layers
+        total += 2 * blocks * (factors * width**3 / 3 + target.num_layers * 2 * width**2 * out)
+    return total
+
+
+def solve_seconds(source: Geometry, target: Geometry, settings: FitSettings, *, both: bool) -> float:
+    """Time of all solves, from the speed of a small one here and now."""
+    gram = torch.eye(512, dtype=torch.float64) * 2
+    gram @ gram
+    began = time.perf_counter()
+    gram @ torch.linalg.cholesky(gram)
+    rate = (512**3 / 3 + 2 * 512**3) / max(time.perf_counter() - began, 1e-6)
+    pairs = ((source, target), (target, source))[: 1 + both]
+    return sum(solve_flops(*pair, settings) for pair in pairs) / rate
+
+
+class Expected:
+    """A `Progress` that passes everything on, and says once how long the fit will take."""
+
+    def __init__(self, progress: Progress, say: Callable[[str], None], solving: float) -> None:
+        self._progress = progress
+        self._say = say
+        self._solving = solving
+        self._began: tuple[str, int, float] | None = None
+        self._told = False
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self._progress(stage, done, total)
+        if self._told or stage not in ("capture", "source"):
+            return
+        if self._began is None:
+            if done:
+                self._began = stage, done, time.monotonic()
+            return
+        first, start, began = self._began
+        if stage == first and done - start >= _FIRST - 1:
+            self._told = True
+            windows = (time.monotonic() - began) / (done - start) * (total - done)
+            both = " of the source, and the target's as long again or more" if stage == "source" else ""
+            self._say(
+                f"expected: {duration(windows)} for {total - done} more windows{both},"
+                f" about {duration(self._solving)} to solve"
+            )
+
+
+def duration(seconds: float) -> str:
+    """For people: `40 s`, `12 min`, `3.5 h`."""
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
