@@ -17,6 +17,7 @@ from kvhub_registry import (
     CalibrationRecord,
     Damaged,
     Denied,
+    EventRecord,
     HubLocation,
     MapperRecord,
     MapperRow,
@@ -78,17 +79,26 @@ def open_registry(settings: Settings | None = None, *, read_only: bool = False) 
 
 
 def register(directory: Path, manifest: Manifest, settings: Settings | None = None) -> None:
-    """Put a written artifact into the registry, as a draft, in one transaction."""
+    """Put a written artifact into the registry, as a draft, in one transaction.
+
+    In the store, its weight files become one with equal ones of other mappers.
+    """
+    settings = settings or Settings.load()
+    if inside(directory, settings.mappers):
+        from kvhub.store.blobs import share
+
+        share(directory, manifest.files, settings)
     with explained(), open_registry(settings) as registry:
         registry.register(to_record(directory, manifest), fit_scores(manifest))
 
 
 def record_evidence(
     manifest: Manifest, evidence: Evidence, *, why: str, settings: Settings | None = None
-) -> None:
-    """Store the scores of a registered mapper, then its state: ready where the verdict passed.
+) -> State:
+    """Store the scores of a registered mapper with its state: ready where the verdict passed.
 
-    `ready` is written last. Errors: `Corrupt` where the evidence is another
+    Both in one transaction. A retired mapper stays retired (`kvhub promote` brings it back).
+    Returns the state that now holds. Errors: `Corrupt` where the evidence is another
     mapper's, `NotFound` where the mapper is not registered.
     """
     digest = manifest.digest
@@ -97,17 +107,24 @@ def record_evidence(
     measured = [ScoreRecord(**score.model_dump()) for score in evidence.scores]
     state = State.READY if evidence.verdict.passed else State.DRAFT
     with explained(), open_registry(settings) as registry:
-        if state is State.DRAFT:
-            registry.set_state(digest, state, why)
-        registry.add_scores(digest, _merged(measured, fit_scores(manifest)))
-        registry.set_state(digest, state, why)
+        return registry.judge(digest, _merged(measured, fit_scores(manifest)), state, why)
 
 
-def record_location(digest: str, location: HubLocation, settings: Settings | None = None) -> None:
-    """Note where a mapper is on the Hub; its `org/name` becomes an alias for it."""
+def record_location(
+    digest: str, location: HubLocation, settings: Settings | None = None, *, revision: str | None = None
+) -> None:
+    """Note where a mapper is on the Hub, under names that find it again without the Hub.
+
+    `org/name@revision` where it came by a branch or a tag; `org/name` where it came without a
+    revision, or where that name meant nothing yet.
+    """
+    why = f"{'pushed' if location.pushed else 'pulled'} {location.commit[:8]}"
     with explained(), open_registry(settings) as registry:
         registry.add_location(digest, location)
-        registry.set_alias(location.repo_id, digest)
+        if revision and not location.commit.startswith(revision):
+            registry.set_alias(f"{location.repo_id}@{revision}", digest, why)
+        if not revision or registry.at(location.repo_id) is None:
+            registry.set_alias(location.repo_id, digest, why)
 
 
 def find(ref: str, settings: Settings | None = None) -> MapperRow:
@@ -119,25 +136,38 @@ def find(ref: str, settings: Settings | None = None) -> MapperRow:
         return registry.get(ref)
 
 
+def history(digest: str, settings: Settings | None = None) -> list[EventRecord]:
+    """What happened to a mapper, oldest first."""
+    with explained(), open_registry(settings) as registry:
+        return registry.history(digest)
+
+
 def directory_of(ref: str, settings: Settings | None = None) -> Path:
     """The artifact directory that `ref` names: a path, or a registered mapper's. Errors: `NotFound`."""
     local = Path(ref).expanduser()
     if ("/" in ref or ref in (".", "..")) and local.is_dir():
         return local.absolute()
     row = find(ref, settings)
-    if not Path(row.path).is_dir():
+    directory = files_of(row, settings)
+    if not directory.is_dir():
         raise NotFound(
             f"the files of mapper {row.digest[:12]} are gone from {row.path}",
             f"kvhub pull fetches them again, kvhub rm {row.digest[:12]} forgets it",
         )
-    return Path(row.path)
+    return directory
+
+
+def files_of(row: MapperRow, settings: Settings | None = None) -> Path:
+    """Where a mapper's files are: the registered path, or this machine's store (a team's registry)."""
+    here = (settings or Settings.load()).mappers / row.digest
+    return here if not Path(row.path).is_dir() and here.is_dir() else Path(row.path)
 
 
 def demote(digest: str, why: str, settings: Settings | None = None) -> bool:
     """Make a registered mapper a draft (its files no longer verify); False where it is not registered."""
     with explained(), open_registry(settings) as registry:
         try:
-            registry.set_state(digest, State.DRAFT, why)
+            registry.set_state(digest, State.DRAFT, why, keep_retired=True)
         except NotRegistered:
             return False
         return True
@@ -150,22 +180,27 @@ def remove(row: MapperRow, settings: Settings | None = None) -> bool:
     never a row without files.
     """
     settings = settings or Settings.load()
-    directory = Path(row.path)
-    if not _inside(directory, settings.mappers):
+    if not inside(Path(row.path), settings.mappers):
         with explained(), open_registry(settings) as registry:
             registry.remove(row.digest)
-        return not directory.exists()
+        return not Path(row.path).exists()
     from kvhub.hub.store import exclusive
 
     settings.mappers.mkdir(parents=True, exist_ok=True)
     with exclusive(settings.mappers):  # or a pull could register it again in between
-        with explained(), open_registry(settings) as registry:
-            registry.remove(row.digest)
-        _delete(directory)
+        remove_locked(row, settings)
     return True
 
 
-def _delete(directory: Path) -> None:
+def remove_locked(row: MapperRow, settings: Settings) -> None:
+    """As `remove`, of a mapper in the store, by a caller that holds the store's lock."""
+    with explained(), open_registry(settings) as registry:
+        registry.remove(row.digest)
+    delete_tree(Path(row.path))
+
+
+def delete_tree(directory: Path) -> None:
+    """Delete an artifact directory: at once gone for everybody else. Errors: `AccessDenied`."""
     trash = directory.with_name(f".removed-{directory.name}")
     try:
         if directory.exists():
@@ -242,5 +277,6 @@ def _merged(first: Iterable[ScoreRecord], second: Iterable[ScoreRecord]) -> list
     return list(table.values())
 
 
-def _inside(path: Path, store: Path) -> bool:
+def inside(path: Path, store: Path) -> bool:
+    """Whether a directory is one of the store's own."""
     return path.absolute().parent == store.absolute() and not path.is_symlink()

@@ -122,7 +122,7 @@ class Api:
         return JSONResponse({"errors": [], "warnings": []})
 
     async def preupload(self, request: Request) -> Response:
-        repo = self.repo(request, write=True)
+        repo = self.repo(request, write=request.query_params.get("create_pr") != "1")
         tree, answers = self.at(request, repo).tree, []
         for file in (await request.json())["files"]:
             large = file["size"] > LFS_ABOVE or file["path"].endswith((".safetensors", ".png"))
@@ -137,7 +137,7 @@ class Api:
         return JSONResponse({"files": answers})
 
     async def lfs_batch(self, request: Request) -> Response:
-        repo, objects = self.repo(request, write=True), []
+        repo, objects = self.repo(request), []  # blobs of a proposal, too: the commit decides
         for wanted in (await request.json())["objects"]:
             answer = {"oid": wanted["oid"], "size": wanted["size"], "authenticated": True}
             if not (self.store.lfs / wanted["oid"]).exists():
@@ -169,7 +169,10 @@ class Api:
         return JSONResponse({"message": "ok" if good else "not found"}, 200 if good else 404)
 
     async def commit(self, request: Request) -> Response:
-        repo = self.repo(request, write=True)
+        proposed = request.query_params.get("create_pr") == "1"
+        repo = self.repo(request, write=not proposed)
+        if self.user(request) is None:
+            raise HubError(401, None, "Invalid username or password.")
         branch = unquote(request.path_params["revision"])
         lines = [json.loads(line) for line in (await request.body()).splitlines() if line.strip()]
         with self.store.lock:
@@ -193,10 +196,15 @@ class Api:
                     tree[value["path"]] = Entry(size, git_oid(lfs_pointer(value["oid"], size)), value["oid"])
                 elif key == "deletedFile" and tree.pop(value["path"], None) is None:
                     raise HubError(400, None, f"{value['path']} does not exist")
+            answer: dict[str, object] = {"success": True}
+            if proposed:
+                number = 1 + sum(name.startswith("refs/pr/") for name in repo.branches)
+                repo.branches[f"refs/pr/{number}"] = base.sha
+                branch = f"refs/pr/{number}"
+                answer["pullRequestUrl"] = f"{self.url}/{repo.id}/discussions/{number}"
             new = repo.add(tree, title, branch)
-        return JSONResponse(
-            {"success": True, "commitOid": new.sha, "commitUrl": f"{self.url}/{repo.id}/commit/{new.sha}"}
-        )
+        answer |= {"commitOid": new.sha, "commitUrl": f"{self.url}/{repo.id}/commit/{new.sha}"}
+        return JSONResponse(answer)
 
     async def tag(self, request: Request) -> Response:
         repo, body = self.repo(request, write=True), await request.json()

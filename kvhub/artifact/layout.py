@@ -6,6 +6,7 @@ import re
 
 MANIFEST = "manifest.json"
 EVIDENCE = "evidence.json"
+SIGNATURE = "signature.json"
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 
@@ -17,7 +18,7 @@ SMALL_FILE_LIMIT = 4 << 20
 SHARD_BYTES = 512_000_000
 """Bytes at which the writer starts a new shard, between target layers."""
 
-BESIDE = frozenset({MANIFEST, EVIDENCE, "README.md", "assets", ".gitattributes"})
+BESIDE = frozenset({MANIFEST, EVIDENCE, SIGNATURE, "README.md", "assets", ".gitattributes"})
 """What may stand in the directory without being listed in the manifest."""
 
 _SHARD = re.compile(r"^model-(\d{5})-of-(\d{5})\.safetensors$")

@@ -23,10 +23,18 @@ COMMANDS = {
     "eval": "Measure a mapper on held-out text, and judge it.",
     "list": "List registered mappers.",
     "info": "Show everything known of one mapper.",
+    "diff": "Compare two mappers: selection, settings, scores.",
     "verify": "Check a mapper's files against its manifest.",
+    "promote": "Let a mapper serve, where it passes the gate.",
+    "retire": "Take a mapper out of service.",
+    "alias": "Name mappers; a name moves, a digest does not.",
     "rm": "Remove a mapper from the registry and from disk.",
+    "gc": "Delete what nothing keeps any more.",
     "push": "Publish a mapper on the Hugging Face Hub.",
     "pull": "Fetch a mapper from the Hugging Face Hub.",
+    "lock": "Pin mappers by repository, commit and digest.",
+    "sign": "Sign a mapper with an ed25519 key.",
+    "trust": "Show or set whose mappers are taken.",
     "serve": "Serve a model with SGLang, reusing other models' caches.",
 }
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvhub.catalog import FIT_DOMAIN, find
+from kvhub.catalog import FIT_DOMAIN, find, history
 from kvhub.cli import output
+from kvhub.cli.complete import MAPPER
 from kvhub.cli.list import record
 from kvhub.cli.output import Column
 from kvhub.errors import KvhubError
@@ -29,7 +30,7 @@ SCORES = (
 
 
 @click.command()
-@click.argument("mapper")
+@click.argument("mapper", type=MAPPER)
 @output.format_option("table", "json")
 def command(mapper: str, form: str) -> None:
     """Show one mapper: pair, method, calibration, scores with intervals, gate, places.
@@ -45,6 +46,7 @@ def command(mapper: str, form: str) -> None:
                 "manifest": manifest.model_dump(mode="json") if manifest else None,
                 "verdict": evidence.verdict.model_dump(mode="json") if evidence else None,
                 "problem": problem,
+                "history": [event.model_dump(mode="json") for event in history(row.digest)],
             }
         )
         return
@@ -81,7 +83,7 @@ def _head(row: MapperRow, manifest: Manifest | None) -> None:
         ("digest", row.digest),
         ("source", _model(row.source)),
         ("target", _model(row.target)),
-        ("state", f"{row.state.value}: {row.state_reason}"),
+        ("state", f"{row.state.value} since {output.instant(row.changed)}: {row.state_reason}"),
         (
             "method",
             f"{row.family}, {row.support}, k = {row.k}, lambda = {row.regularization:g} ({convention})",
@@ -97,6 +99,10 @@ def _head(row: MapperRow, manifest: Manifest | None) -> None:
         lines.append(("aliases", ", ".join(row.aliases)))
     for place in row.locations:
         lines.append(("pushed to" if place.pushed else "pulled from", f"{place.repo_id}@{place.commit}"))
+    lines += [
+        ("history", f"{output.instant(event.at)}  {event.what}" + (f": {event.why}" if event.why else ""))
+        for event in history(row.digest)
+    ]
     for name, text in lines:
         click.echo(f"{name:<12} {output.clean(text)}")
 

@@ -104,6 +104,7 @@ def record(row: MapperRow) -> dict[str, object]:
         "top1": row.score("top1"),
         "state": row.state.value,
         "state_reason": row.state_reason,
+        "state_changed": output.instant(row.changed),
         "size": row.size,
         "created": output.instant(row.created),
         "path": row.path,

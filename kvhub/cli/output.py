@@ -10,7 +10,8 @@ import json
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -131,6 +132,21 @@ def as_json(value: object) -> None:
 def note(text: str) -> None:
     """Something for the person watching, on stderr."""
     click.echo(clean(text), err=True)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar of bytes on stderr for people; None where nobody watches."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(clean(what), total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _width(columns: Sequence[Column], rows: Sequence[Mapping[str, str]]) -> int:

@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import click
 
 from kvhub.cli import output
+from kvhub.errors import BadInput
+
+if TYPE_CHECKING:
+    from kvhub_registry import MapperRow
 
 
 @click.command()
-@click.argument("repository", metavar="ORG/NAME[@REVISION]")
-def command(repository: str) -> None:
+@click.argument("repository", metavar="ORG/NAME[@REVISION]", required=False)
+@click.option("--locked", is_flag=True, help="Fetch what kvhub.lock names, and nothing else.")
+@click.option(
+    "--lock",
+    "path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("kvhub.lock"),
+    show_default=True,
+    help="The lock file of --locked.",
+)
+def command(repository: str | None, locked: bool, path: Path) -> None:
     """Fetch a mapper from the Hub, check every byte, and register it.
 
     REVISION is a branch, a tag or a commit. The mapper is ready only where the
-    evidence that comes with it passes the gate here; else it is a draft.
+    evidence that comes with it passes the gate here; else it is a draft. Shards
+    that are here already are not fetched again.
+
+    With --locked every mapper of kvhub.lock: the very commit and digest, and
+    without the Hub where all bytes are here.
     """
+    if locked == (repository is not None):
+        raise BadInput("name a repository, or give --locked", "kvhub pull ORG/NAME")
+    if repository is None:
+        from kvhub.hub.locked import pull_locked
+
+        with output.progress("pulling") as progress:
+            rows = pull_locked(path, progress=progress)
+        for row in rows:
+            _show(row)
+        return
     from kvhub.hub.client import split
     from kvhub.hub.pull import fetch
 
-    row = fetch(*split(repository))
-    click.echo(output.clean(f"{row.digest}  {row.source.name} -> {row.target.name}  {row.state}  {row.path}"))
+    name, revision = split(repository)
+    with output.progress(f"pulling {name}") as progress:
+        row = fetch(name, revision, progress=progress)
+    _show(row)
     output.note(f"{row.state}: {row.state_reason}")
+
+
+def _show(row: MapperRow) -> None:
+    click.echo(output.clean(f"{row.digest}  {row.source.name} -> {row.target.name}  {row.state}  {row.path}"))

@@ -8,11 +8,12 @@ import click
 
 from kvhub.catalog import find, remove
 from kvhub.cli import output
+from kvhub.cli.complete import MAPPER
 from kvhub.errors import BadInput
 
 
 @click.command()
-@click.argument("mapper")
+@click.argument("mapper", type=MAPPER)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 def command(mapper: str, yes: bool) -> None:
     """Remove MAPPER from the registry, then its files from the store.

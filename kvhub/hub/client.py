@@ -34,9 +34,19 @@ _REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,254}")
 def api() -> HfApi:
     """The client, naming kvhub in its user agent; HF_ENDPOINT as it is now, not as it was at import."""
     from huggingface_hub import HfApi
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    if "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
+        disable_progress_bars()  # one bar of ours, not one for each file
     endpoint = os.environ.get("HF_ENDPOINT") or None
     return HfApi(endpoint=endpoint, library_name="kvhub", library_version=__version__)
+
+
+def offline() -> bool:
+    """Whether the client was told not to use the network (HF_HUB_OFFLINE)."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
 
 
 def split(reference: str) -> tuple[str, str | None]:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvhub.artifact.evidence import read_evidence
-from kvhub.artifact.layout import EVIDENCE, EVIDENCE_LIMIT, MANIFEST, MANIFEST_LIMIT
+from kvhub.artifact.layout import EVIDENCE, MANIFEST, SIGNATURE
 from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.read import read_manifest, verify_artifact
-from kvhub.catalog import find, record_evidence, record_location, register
-from kvhub.errors import AccessDenied, Corrupt, KvhubError, NotFound
+from kvhub.catalog import explained, find, open_registry, record_evidence, record_location, register
+from kvhub.errors import AccessDenied, Corrupt, KvhubError, Unreachable
 from kvhub.hub import client, store
+from kvhub.hub.download import Progress, Remote, download, download_all, resolve
 from kvhub.settings import Settings
+from kvhub.store import blobs, trust
 from kvhub_registry import HubLocation, MapperRow
 
 if TYPE_CHECKING:
@@ -28,52 +28,59 @@ RESERVE = 64 << 20
 """Bytes of the disk that a pull leaves free."""
 
 
-@dataclass(frozen=True)
-class Remote:
-    """A repository at one commit: sizes and git blob ids of its files, None where the Hub does not say."""
-
-    repo_id: str
-    commit: str
-    sizes: dict[str, int | None]
-    blobs: dict[str, str | None]
-
-
 def pull(repo_id: str, revision: str | None = None, settings: Settings | None = None) -> Path:
     """The artifact directory of the mapper in a Hub repository, fetched and checked.
 
     revision: branch, tag or commit; the commit behind it is resolved first, and
-    everything comes from that one. Only the files that the manifest lists, and
-    the evidence, are downloaded. The row turns `ready` last, and only where the
-    evidence passes our own gate.
+    everything comes from that one. Only the files that the manifest lists, the
+    evidence and the signature are downloaded. The row turns `ready` last, and only where the
+    evidence passes our own gate. Where the client is offline, what was pulled before is found.
     Errors: `BadInput`, `NotFound`, `AccessDenied`, `Unreachable`, `Corrupt`,
     `Incompatible`, `KvhubError` (disk full); then nothing is left behind.
     """
     return Path(fetch(repo_id, revision, settings).path)
 
 
-def fetch(repo_id: str, revision: str | None = None, settings: Settings | None = None) -> MapperRow:
-    """As `pull`, returning the registry's row."""
+def fetch(
+    repo_id: str,
+    revision: str | None = None,
+    settings: Settings | None = None,
+    *,
+    expect: str | None = None,
+    progress: Progress | None = None,
+) -> MapperRow:
+    """As `pull`, returning the registry's row.
+
+    expect: the digest that the mapper must have; another is `Corrupt` before its weights are fetched.
+    """
     settings = settings or Settings.load()
     client.split(f"{repo_id}@{revision}" if revision else repo_id)
+    trust.demand_namespace(repo_id, settings)
     hub = client.api()
-    remote = _resolve(hub, repo_id, revision)
+    try:
+        remote = resolve(hub, repo_id, revision)
+    except Unreachable:
+        known = here(repo_id, revision, settings) if client.offline() else None
+        if known is None or expect not in (None, known.digest):
+            raise
+        return known
     try:
         with store.staging(settings.mappers) as staged:
             manifest = _manifest(hub, remote, staged)
+            if expect not in (None, manifest.digest):
+                found = f"{repo_id}@{remote.commit[:8]} holds mapper {manifest.digest[:12]}"
+                raise Corrupt(f"{found}, not {str(expect)[:12]}")
+            _beside(hub, remote, staged)
+            trust.demand(staged, manifest, settings)
             final = settings.mappers / manifest.digest
             complete = _is_complete(final, manifest)
             if not complete:
-                _check_room(staged, manifest)
-            wanted = [] if complete else [entry.name for entry in manifest.files]
-            if EVIDENCE in remote.sizes:
-                wanted.append(EVIDENCE)
-            for name in wanted:
-                _download(hub, remote, name, staged)
+                _fetch_files(hub, remote, staged, manifest, settings, progress)
             shutil.rmtree(staged / ".cache", ignore_errors=True)  # the client's own notes
             evidence = read_evidence(staged, manifest)
             if not complete:
                 _check(staged)
-            _keep(staged, final, manifest, evidence, remote, settings)
+            _keep(staged, final, manifest, evidence, remote, revision, settings)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise client.explain(error, repo_id) from error
@@ -84,31 +91,16 @@ def fetch(repo_id: str, revision: str | None = None, settings: Settings | None =
     return find(manifest.digest, settings)
 
 
-def _resolve(hub: HfApi, repo_id: str, revision: str | None) -> Remote:
-    info = client.ask(
-        repo_id, lambda: hub.model_info(repo_id, revision=revision, files_metadata=True), revision=revision
-    )
-    if not info.sha:
-        raise NotFound(f"{repo_id} has no commit yet")
-    siblings = info.siblings or []
-    sizes = {sibling.rfilename: sibling.size for sibling in siblings}
-    if MANIFEST not in sizes:
-        raise NotFound(
-            f"{repo_id} is not a mapper: it has no {MANIFEST}", "kvhub push makes such a repository"
-        )
-    limits = {MANIFEST: MANIFEST_LIMIT, EVIDENCE: EVIDENCE_LIMIT}
-    for name, limit in limits.items():
-        size = sizes.get(name)
-        if name in sizes and (size is None or size > limit):
-            raise Corrupt(f"{name} of {repo_id} is larger than {limit} bytes")
-    # An LFS file's blob is its pointer: those files are in the manifest, with their sha256.
-    blobs = {sibling.rfilename: None if sibling.lfs else sibling.blob_id for sibling in siblings}
-    return Remote(repo_id, info.sha, sizes, blobs)
+def here(repo_id: str, revision: str | None = None, settings: Settings | None = None) -> MapperRow | None:
+    """What was pulled or pushed before as this repository, or at this revision of it, and is still here."""
+    with explained(), open_registry(settings) as registry:
+        row = registry.at(repo_id, revision)
+    return row if row is not None and Path(row.path).is_dir() else None
 
 
 def _manifest(hub: HfApi, remote: Remote, staged: Path) -> Manifest:
     """The manifest alone; the repository must hold what it lists, before anything large is fetched."""
-    _download(hub, remote, MANIFEST, staged)
+    download(hub, remote, MANIFEST, staged)
     manifest = read_manifest(staged)
     for entry in manifest.files:
         if entry.name not in remote.sizes:
@@ -119,22 +111,33 @@ def _manifest(hub: HfApi, remote: Remote, staged: Path) -> Manifest:
     return manifest
 
 
-def _download(hub: HfApi, remote: Remote, name: str, staged: Path) -> None:
-    client.ask(
-        remote.repo_id,
-        lambda: hub.hf_hub_download(remote.repo_id, name, revision=remote.commit, local_dir=staged),
-    )
-    if remote.blobs.get(name) and name in (MANIFEST, EVIDENCE):  # no manifest vouches for these two
-        data = (staged / name).read_bytes()
-        if hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() != remote.blobs[name]:
-            raise Corrupt(f"{name} of {remote.repo_id} is not what was committed", "try again")
+def _beside(hub: HfApi, remote: Remote, staged: Path) -> None:
+    for name in (SIGNATURE, EVIDENCE):
+        if name in remote.sizes:
+            download(hub, remote, name, staged)
 
 
-def _check_room(staged: Path, manifest: Manifest) -> None:
-    needed, free = manifest.size + RESERVE, store.free_bytes(staged)
-    if needed > free:
+def _fetch_files(
+    hub: HfApi,
+    remote: Remote,
+    staged: Path,
+    manifest: Manifest,
+    settings: Settings,
+    progress: Progress | None,
+) -> None:
+    """The listed files: shards that another mapper has already are linked, the others fetched."""
+    wanted = [entry for entry in manifest.files if not blobs.reuse(staged, entry, settings)]
+    size = sum(entry.size for entry in wanted)
+    _check_room(staged, size)
+    names = [entry.name for entry in wanted]
+    download_all(hub, remote, names, staged, total=manifest.size, progress=progress)
+
+
+def _check_room(staged: Path, size: int) -> None:
+    free = store.free_bytes(staged)
+    if size + RESERVE > free:
         raise KvhubError(
-            f"the mapper takes {manifest.size >> 20} MiB, {staged.parent} has {free >> 20} MiB free",
+            f"the mapper takes {size >> 20} MiB, {staged.parent} has {free >> 20} MiB free",
             "make room, or set KVHUB_HOME to another disk; nothing was kept",
         )
 
@@ -165,6 +168,7 @@ def _keep(
     manifest: Manifest,
     evidence: Evidence | None,
     remote: Remote,
+    revision: str | None,
     settings: Settings,
 ) -> None:
     from kvhub.artifact.evidence import write_evidence
@@ -186,7 +190,9 @@ def _keep(
                 shutil.rmtree(final, ignore_errors=True)
             raise
         place = HubLocation(repo_id=remote.repo_id, commit=remote.commit, pushed=False)
-        record_location(manifest.digest, place, settings)
+        record_location(manifest.digest, place, settings, revision=revision)
+        if not fresh and (staged / SIGNATURE).exists():
+            (staged / SIGNATURE).replace(final / SIGNATURE)
         evidence = evidence if fresh else _newer(evidence, read_evidence(final, manifest))
         if evidence is None:
             return

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvhub.artifact.evidence import read_evidence
-from kvhub.artifact.layout import EVIDENCE, MANIFEST
+from kvhub.artifact.layout import EVIDENCE, MANIFEST, SIGNATURE
 from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.read import verify_artifact
 from kvhub.catalog import record_location
 from kvhub.errors import BadInput, Corrupt, Incompatible, KvhubError, NotFound
-from kvhub.evaluation.gate import rejudge
+from kvhub.evaluation.gate import reason, rejudge
 from kvhub.hub import client
 from kvhub.hub.card import card
+from kvhub.hub.download import Progress
+from kvhub.hub.upload import upload
 from kvhub.settings import Settings
+from kvhub.store.signature import read_signature
 from kvhub_registry import HubLocation
 
 if TYPE_CHECKING:
@@ -35,6 +38,8 @@ class Pushed:
     commit: str
     manifest: Manifest
     tag: str | None
+    pull_request: str | None = None
+    """Its URL, where the mapper was proposed and not published."""
 
 
 def push(
@@ -46,13 +51,17 @@ def push(
     message: str | None = None,
     licence: str | None = None,
     allow_unevaluated: bool = False,
+    create_pr: bool = False,
+    progress: Progress | None = None,
     settings: Settings | None = None,
 ) -> Pushed:
     """Publish the artifact in `directory`, with a generated card, and note the place in the registry.
 
     Every byte is verified before anything is sent. The commit is made against
     the head that was seen, so that somebody else's push is never overwritten,
-    and what the Hub then says it holds is compared with the manifest.
+    and what the Hub then says it holds is compared with the manifest. Weights go
+    first, each file its own unit of retry; a commit never names half of them.
+    create_pr: propose the commit to a repository that exists, instead.
     Errors: `Corrupt`, `Incompatible` (no evidence), `BadInput` (a repository
     of something else; a tag that is taken), `AccessDenied`, `Unreachable`.
     """
@@ -66,6 +75,14 @@ def push(
             "kvhub eval measures it; --allow-unevaluated publishes it as it is, and the card says so",
             code="unevaluated",
         )
+    if evidence is not None and not allow_unevaluated and not (ours := rejudge(evidence, manifest)).passed:
+        raise Incompatible(
+            f"mapper {manifest.digest[:12]} does not pass the gate: {reason(ours)}",
+            "--allow-unevaluated publishes it as it is, and the card says so",
+            code="gate",
+        )
+    if create_pr and tag:
+        raise BadInput("a proposal has no tag", "tag the version once it is merged")
     verdict = rejudge(evidence, manifest) if evidence else None
     images = sorted(path.name for path in (directory / "assets").glob("*.png"))
     readme = card(manifest, evidence, verdict, repo_id, licence=licence, images=images).encode()
@@ -74,9 +91,12 @@ def push(
     files |= {f"assets/{name}": directory / "assets" / name for name in images}
     if evidence is not None:
         files[EVIDENCE] = evidence.to_bytes()
+    if (signature := read_signature(directory, manifest)) is not None:
+        files[SIGNATURE] = signature.to_bytes()
 
     hub = client.api()
-    client.ask(repo_id, lambda: hub.create_repo(repo_id, private=private or None, exist_ok=True))
+    if not create_pr:
+        client.ask(repo_id, lambda: hub.create_repo(repo_id, private=private or None, exist_ok=True))
     head = _info(hub, repo_id)
     present = {sibling.rfilename for sibling in head.siblings or []}
     if MANIFEST not in present and present & (files.keys() - {CARD}):
@@ -87,13 +107,15 @@ def push(
     title = (
         message or f"kvhub mapper {manifest.digest[:12]}: {manifest.source.name} -> {manifest.target.name}"
     )
-    commit = _commit(hub, repo_id, files, _stale(present, files), title, head.sha)
+    commit, proposal = _commit(
+        hub, repo_id, files, _stale(present, files), title, head.sha, create_pr=create_pr, progress=progress
+    )
     _compare(_info(hub, repo_id, commit), manifest)
     if tag and taken != commit:
         client.ask(repo_id, lambda: hub.create_tag(repo_id, tag=tag, revision=commit))
     with suppress(NotFound):  # a directory that was never registered here
         record_location(manifest.digest, HubLocation(repo_id=repo_id, commit=commit, pushed=True), settings)
-    return Pushed(repo_id, commit, manifest, tag)
+    return Pushed(repo_id, commit, manifest, tag, proposal)
 
 
 def _info(hub: HfApi, repo_id: str, revision: str | None = None) -> ModelInfo:
@@ -110,23 +132,32 @@ def _tag(hub: HfApi, repo_id: str, tag: str) -> str | None:
 
 def _stale(present: Iterable[str], files: Iterable[str]) -> list[str]:
     """Files of an earlier mapper in this repository that this one does not have."""
-    ours = [n for n in present if n.startswith(("model", "assets/")) or n == EVIDENCE]
+    ours = [n for n in present if n.startswith(("model", "assets/")) or n in (EVIDENCE, SIGNATURE)]
     return sorted(set(ours) - set(files))
 
 
 def _commit(
-    hub: HfApi, repo_id: str, files: dict[str, Path | bytes], stale: list[str], title: str, parent: str | None
-) -> str:
+    hub: HfApi,
+    repo_id: str,
+    files: dict[str, Path | bytes],
+    stale: list[str],
+    title: str,
+    parent: str | None,
+    *,
+    create_pr: bool,
+    progress: Progress | None,
+) -> tuple[str, str | None]:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-    def send() -> str:
-        # New operations for each attempt: the client marks them as it goes.
-        operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()
-        ]
+    sent = upload(hub, repo_id, files, create_pr=create_pr, progress=progress)
+
+    def send() -> tuple[str, str | None]:
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [*sent()]
         operations += [CommitOperationDelete(path_in_repo=name) for name in stale]
-        done = hub.create_commit(repo_id, operations, commit_message=title, parent_commit=parent)
-        return str(done.oid)
+        done = hub.create_commit(
+            repo_id, operations, commit_message=title, parent_commit=parent, create_pr=create_pr
+        )
+        return str(done.oid), done.pr_url
 
     return client.ask(repo_id, send)
 

@@ -26,7 +26,7 @@ def staging(store: Path) -> Iterator[Path]:
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise AccessDenied(f"{store} cannot be made: {error.strerror}", "set KVHUB_HOME") from None
-    _sweep(store)
+    sweep(store)
     directory = store / f"{_STAGED}{uuid.uuid4().hex[:12]}"
     lock = FileLock(_lock_path(directory))
     with lock:
@@ -35,7 +35,8 @@ def staging(store: Path) -> Iterator[Path]:
             yield directory
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-            _lock_path(directory).unlink(missing_ok=True)
+            if not directory.exists():  # else a download is still ending in it: swept next time
+                _lock_path(directory).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -70,7 +71,8 @@ def free_bytes(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-def _sweep(store: Path) -> None:
+def sweep(store: Path) -> None:
+    """Remove what killed pulls left; the lock of a living one is held."""
     for lock_path in store.glob(f"{_STAGED}*.lock"):
         try:
             with FileLock(lock_path, timeout=0):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,9 +11,11 @@ from torch import Tensor
 
 from kvhub.artifact.open import open_tensors
 from kvhub.artifact.read import verify_artifact
-from kvhub.errors import BadInput, Corrupt, Incompatible, NotFound, Unreachable
+from kvhub.errors import BadInput, Corrupt, Incompatible
 from kvhub.mapper.base import Mapper
 from kvhub.mapper.ridge import RidgeMapper
+from kvhub.store.trust import demand
+from kvhub.store.use import hold
 
 if TYPE_CHECKING:
     from kvhub.artifact.manifest import Manifest
@@ -29,13 +30,17 @@ def load_mapper(path_or_repo: str | Path, *, revision: str | None = None) -> Map
     """The mapper in an artifact directory; else on the Hub (`org/name[@revision]`, pulled first); else
     in the registry (a digest, its beginning, or an alias).
 
-    Every file's sha256 is checked, on every load: what computes caches is what was evaluated.
+    Every file's sha256 is checked, on every load: what computes caches is what was evaluated; and the
+    signature, where there is one or this machine's trust policy asks for one.
     Errors: `NotFound`, `Corrupt`, `Incompatible`, `AccessDenied`, `Unreachable`.
     """
     directory, digest = _located(path_or_repo, revision)
+    if digest is not None:
+        hold(digest)  # kvhub gc leaves it alone while this process lives
     manifest = verify_artifact(directory, deep=True)
     if digest is not None and manifest.digest != digest:
         raise Corrupt(f"{directory} holds mapper {manifest.digest[:12]}, not the registered {digest[:12]}")
+    demand(directory, manifest)
     family = FAMILIES.get(manifest.family)
     if family is None:
         raise Incompatible(f"unknown family {manifest.family!r}", "upgrade kvhub", code="family")
@@ -45,8 +50,8 @@ def load_mapper(path_or_repo: str | Path, *, revision: str | None = None) -> Map
 def locate(path_or_repo: str | Path, *, revision: str | None = None) -> Path:
     """The artifact directory that `path_or_repo` names, pulled from the Hub where it must be.
 
-    A repository that was pulled before is found without the Hub when the Hub cannot be reached and no
-    revision was asked for.
+    A repository, or a revision of one, that was pulled before is found without asking the Hub:
+    `kvhub pull` brings what is newer there.
     """
     return _located(path_or_repo, revision)[0]
 
@@ -61,16 +66,13 @@ def _located(path_or_repo: str | Path, revision: str | None) -> tuple[Path, str 
     repository, separator, tag = str(path_or_repo).partition("@")
     if not _REPOSITORY.match(repository):
         return _registered(str(path_or_repo))
-    from kvhub.hub.pull import pull
+    from kvhub.hub.pull import here, pull
 
     revision = tag if separator else revision
-    try:
-        return pull(repository, revision), None
-    except Unreachable:
-        if revision is None:
-            with contextlib.suppress(NotFound, BadInput):
-                return _registered(repository)
-        raise
+    known = here(repository, revision)
+    if known is not None:
+        return Path(known.path), known.digest
+    return pull(repository, revision), None
 
 
 def _registered(ref: str) -> tuple[Path, str]:

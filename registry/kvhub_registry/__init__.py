@@ -14,6 +14,7 @@ from kvhub_registry.errors import (
 )
 from kvhub_registry.records import (
     CalibrationRecord,
+    EventRecord,
     HubLocation,
     MapperRecord,
     MapperRow,
@@ -29,6 +30,7 @@ __all__ = [
     "CalibrationRecord",
     "Damaged",
     "Denied",
+    "EventRecord",
     "HubLocation",
     "MapperRecord",
     "MapperRow",

@@ -59,17 +59,34 @@ def rows(
 
 
 def resolve(session: Session, ref: str) -> list[MapperRow]:
-    """What a reference may mean: full digest, alias, digest prefix, or `source->target`."""
+    """What a reference may mean: full digest, alias (`prod` or `@prod`), digest prefix, `source->target`."""
     exact = rows(session, digests=[ref])
     if exact:
         return exact
-    alias = session.get(AliasTable, ref)
+    alias = session.get(AliasTable, ref.removeprefix("@"))
     if alias is not None:
         return rows(session, digests=[alias.mapper_digest])
+    if ref.startswith("@"):
+        return []
     if is_digest_prefix(ref):
         return rows(session, prefix=ref)
     pair = split_pair(ref)
     return rows(session, source=pair[0], target=pair[1]) if pair else []
+
+
+def at(session: Session, repo_id: str, revision: str | None) -> MapperRow | None:
+    """The mapper of a repository: by its alias, else by the commit."""
+    alias = session.get(AliasTable, f"{repo_id}@{revision}" if revision else repo_id)
+    digest = alias.mapper_digest if alias is not None else None
+    if digest is None and revision and is_digest_prefix(revision) and len(revision) >= 7:
+        places = (
+            select(LocationTable.mapper_digest)
+            .where(col(LocationTable.repo_id) == repo_id)
+            .where(col(LocationTable.commit).startswith(revision, autoescape=True))
+        )
+        digests = set(session.exec(places).all())
+        digest = digests.pop() if len(digests) == 1 else None
+    return rows(session, digests=[digest])[0] if digest else None
 
 
 def unreferenced(session: Session) -> list[ModelTable | CalibrationTable]:
@@ -151,6 +168,7 @@ def _row(mapper: MapperTable, artifact: ArtifactTable, extras: _Extras) -> Mappe
         size=artifact.size,
         state=State(artifact.state),
         state_reason=artifact.state_reason,
+        changed=artifact.changed,
         scores=tuple(extras.scores[mapper.digest]),
         aliases=tuple(extras.aliases[mapper.digest]),
         locations=tuple(extras.locations[mapper.digest]),

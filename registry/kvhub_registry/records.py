@@ -82,11 +82,22 @@ class HubLocation(_Record):
     """True: pushed from here; False: pulled."""
 
 
+class EventRecord(_Record):
+    """One step of a mapper's life."""
+
+    at: datetime
+    what: str
+    """A state, `alias NAME` or `alias NAME moved away`."""
+    why: str
+
+
 class MapperRow(MapperRecord):
     """A mapper as read back, with state, scores and places."""
 
     state: State
     state_reason: str
+    changed: datetime
+    """When the state was last written."""
     scores: tuple[ScoreRecord, ...] = ()
     aliases: tuple[str, ...] = ()
     locations: tuple[HubLocation, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Self
@@ -9,13 +10,21 @@ from typing import Self
 from sqlalchemy import Engine, delete
 from sqlmodel import Session, col, select
 
-from kvhub_registry import queries, schema
+from kvhub_registry import lifecycle, queries, schema
 from kvhub_registry.connect import make_engine, parse, reading, writing
-from kvhub_registry.errors import Ambiguous, BadAddress, NotRegistered
+from kvhub_registry.errors import Ambiguous, NotRegistered
+from kvhub_registry.lifecycle import SHORT
 from kvhub_registry.names import is_digest_prefix, slug, split_pair
-from kvhub_registry.records import HubLocation, MapperRecord, MapperRow, ModelRecord, ScoreRecord, State
+from kvhub_registry.records import (
+    EventRecord,
+    HubLocation,
+    MapperRecord,
+    MapperRow,
+    ModelRecord,
+    ScoreRecord,
+    State,
+)
 from kvhub_registry.tables import (
-    AliasTable,
     ArtifactTable,
     CalibrationTable,
     LocationTable,
@@ -23,9 +32,6 @@ from kvhub_registry.tables import (
     ModelTable,
     ScoreTable,
 )
-
-SHORT = 12
-"""Digits of a digest shown to people."""
 
 
 class Registry:
@@ -101,6 +107,11 @@ class Registry:
             tuple(row.digest for row in found),
         )
 
+    def at(self, repo_id: str, revision: str | None = None) -> MapperRow | None:
+        """The mapper last pulled from or pushed to a repository, or to a revision or commit of it."""
+        with reading(self._engine) as session:
+            return queries.at(session, repo_id, revision)
+
     # writing
 
     def register(self, record: MapperRecord, scores: Iterable[ScoreRecord] = ()) -> MapperRow:
@@ -130,30 +141,44 @@ class Registry:
                     state_reason="not evaluated",
                     changed=datetime.now(UTC),
                 )
+                lifecycle.note(session, record.digest, State.DRAFT.value, "registered")
             artifact.path, artifact.size = record.path, record.size
             session.add(artifact)
             session.flush()
             return queries.rows(session, digests=[record.digest])[0]
 
-    def set_state(self, digest: str, state: State | str, why: str) -> None:
-        """Change a mapper's state; `why` is shown beside it. Raises `NotRegistered`."""
+    def set_state(self, digest: str, state: State | str, why: str, *, keep_retired: bool = False) -> State:
+        """Change a mapper's state; `why` is shown beside it. Returns the state that now holds.
+
+        keep_retired: a retired mapper stays so (only a person brings it back).
+        Raises `NotRegistered`.
+        """
         with writing(self._engine) as session:
-            artifact = _artifact(session, digest)
-            artifact.state, artifact.state_reason = State(state).value, why
-            artifact.changed = datetime.now(UTC)
-            session.add(artifact)
+            return lifecycle.change(session, digest, State(state), why, keep_retired=keep_retired)
 
     def add_scores(self, digest: str, scores: Iterable[ScoreRecord]) -> None:
         """Replace a mapper's scores by those of its newest evaluation. Raises `NotRegistered`."""
         with writing(self._engine) as session:
-            _artifact(session, digest)
-            session.execute(delete(ScoreTable).where(col(ScoreTable.mapper_digest) == digest))
-            session.add_all(_scores(digest, scores))
+            lifecycle.replace_scores(session, digest, scores)
+
+    def judge(self, digest: str, scores: Iterable[ScoreRecord], state: State | str, why: str) -> State:
+        """Scores and the state that follows from them, in one transaction; a retired mapper stays retired.
+
+        Returns the state that now holds. Raises `NotRegistered`.
+        """
+        with writing(self._engine) as session:
+            lifecycle.replace_scores(session, digest, scores)
+            return lifecycle.change(session, digest, State(state), why, keep_retired=True)
+
+    def history(self, digest: str) -> builtins.list[EventRecord]:
+        """What happened to a mapper, oldest first."""
+        with reading(self._engine) as session:
+            return lifecycle.events(session, digest)
 
     def add_location(self, digest: str, location: HubLocation) -> None:
         """Note where an artifact was pushed to or pulled from. Raises `NotRegistered`."""
         with writing(self._engine) as session:
-            _artifact(session, digest)
+            lifecycle.artifact_of(session, digest)
             row = LocationTable(mapper_digest=digest, **location.model_dump())
             same = (
                 select(LocationTable.id)
@@ -165,13 +190,18 @@ class Registry:
             if session.exec(same).first() is None:
                 session.add(row)
 
-    def set_alias(self, name: str, digest: str) -> None:
-        """Point `name` at a mapper, moving it where it exists. Raises `NotRegistered`, `BadAddress`."""
-        if not name or is_digest_prefix(name) or split_pair(name) or name != name.strip():
-            raise BadAddress(f"{name!r} cannot be an alias", "it reads as a digest or as a pair")
+    def set_alias(self, name: str, digest: str, why: str = "") -> str | None:
+        """Point `name` at a mapper, moving it where it exists; returns the digest that it meant before.
+
+        Raises `NotRegistered`, `BadAddress`.
+        """
         with writing(self._engine) as session:
-            _artifact(session, digest)
-            session.merge(AliasTable(name=name, mapper_digest=digest))
+            return lifecycle.point(session, name, digest, why)
+
+    def remove_alias(self, name: str, why: str = "") -> str:
+        """Forget a name; returns the digest that it meant. Raises `NotRegistered`."""
+        with writing(self._engine) as session:
+            return lifecycle.unpoint(session, name, why)
 
     def remove(self, digest: str) -> MapperRow:
         """Forget a mapper with its scores, places and aliases; returns what was there.
@@ -180,7 +210,7 @@ class Registry:
         Raises `NotRegistered`. Files are not touched.
         """
         with writing(self._engine) as session:
-            _artifact(session, digest)
+            lifecycle.artifact_of(session, digest)
             row = queries.rows(session, digests=[digest])[0]
             session.execute(delete(MapperTable).where(col(MapperTable.digest) == digest))
             session.flush()
@@ -188,13 +218,6 @@ class Registry:
             for orphan in queries.unreferenced(session):
                 session.delete(orphan)
             return row
-
-
-def _artifact(session: Session, digest: str) -> ArtifactTable:
-    artifact = session.get(ArtifactTable, digest)
-    if artifact is None:
-        raise NotRegistered(f"no mapper {digest[:SHORT]!r}", "kvhub list shows what is registered")
-    return artifact
 
 
 def _scores(digest: str, scores: Iterable[ScoreRecord]) -> list[ScoreTable]:

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Engine, inspect, text
 from kvhub_registry.connect import reading, where, writing
 from kvhub_registry.errors import Damaged, NotRegistered, TooNew
 
-HEAD = "0001"
+HEAD = "0002"
 VERSION_TABLE = "kvhub_schema"
 MIGRATIONS = Path(__file__).parent / "migrations"
 

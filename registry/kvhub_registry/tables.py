@@ -111,3 +111,15 @@ class AliasTable(SQLModel, table=True):
 
     name: str = Field(primary_key=True)
     mapper_digest: str = Field(foreign_key="kvhub_mapper.digest", ondelete="CASCADE", index=True)
+
+
+class EventTable(SQLModel, table=True):
+    """What happened to a mapper: a state, or an alias that came or went, when and why."""
+
+    __tablename__ = "kvhub_event"
+
+    id: int | None = Field(default=None, primary_key=True)
+    mapper_digest: str = Field(foreign_key="kvhub_mapper.digest", ondelete="CASCADE", index=True)
+    at: datetime
+    what: str
+    why: str

@@ -44,7 +44,7 @@ def test_push_pull_verify_into_an_empty_home(shell, hub: LoopbackHub, tmp_path: 
     assert pulled.stdout.split()[0] == manifest.digest
     assert "every sha256 agrees" in other.process("verify", REPO, "--deep").stdout
     (row,) = json.loads(other.process("list", "--format", "json").stdout)
-    assert (row["state"], row["aliases"]) == ("ready", [REPO])
+    assert (row["state"], row["aliases"]) == ("ready", [REPO, f"{REPO}@v1"])
     assert row["locations"] == [
         {"repo_id": REPO, "commit": hub.store.repos[REPO].tags["v1"], "pushed": False}
     ]

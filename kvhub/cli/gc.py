@@ -1,0 +1,68 @@
+"""`kvhub gc`: delete what nothing keeps."""
+
+from __future__ import annotations
+
+import click
+
+from kvhub.cli import output
+from kvhub.cli.output import Column
+
+COLUMNS = (
+    Column("kind", "WHAT"),
+    Column("name", "NAME"),
+    Column("size", "SIZE", right=True),
+    Column("why", "WHY"),
+)
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--drafts", is_flag=True, help="Drafts go too, once they are older than the grace.")
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0),
+    default=3600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Leave files alone that no mapper owns and that are younger: a fit may be about to register them.",
+)
+@output.format_option("table", "json")
+def command(dry_run: bool, drafts: bool, grace: float, form: str) -> None:
+    """Delete retired mappers, shards that no mapper has, and what killed processes left.
+
+    Kept in any case: a mapper with an alias, one that a lock file names, and
+    one that a running process has loaded.
+    """
+    from kvhub.store.collect import collect
+
+    done = collect(dry_run=dry_run, drafts=drafts, grace=grace)
+    if form == "json":
+        output.as_json(
+            {
+                "dry_run": dry_run,
+                "size": done.size,
+                "garbage": [
+                    {"kind": item.kind, "path": str(item.path), "size": item.size, "why": item.why}
+                    for item in done.garbage
+                ],
+                "kept": [{"digest": item.row.digest, "by": item.by} for item in done.kept],
+            }
+        )
+        return
+    if done.garbage:
+        output.table(
+            COLUMNS,
+            [
+                {
+                    "kind": item.kind,
+                    "name": output.clean(item.row.digest[:12] if item.row else item.path.name[:24]),
+                    "size": output.size(item.size),
+                    "why": output.clean(item.why),
+                }
+                for item in done.garbage
+            ],
+        )
+    for item in done.kept:
+        output.note(f"kept {item.row.digest[:12]}: {item.by}")
+    verb = "would go" if dry_run else "deleted"
+    output.note(f"{len(done.garbage)} {verb}, {output.size(done.size)}")

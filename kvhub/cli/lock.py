@@ -1,0 +1,53 @@
+"""`kvhub lock`: pin what a project uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvhub.cli import output
+from kvhub.cli.complete import MAPPER
+from kvhub.errors import BadInput
+
+
+@click.command()
+@click.argument("mappers", nargs=-1, type=MAPPER, metavar="[MAPPER]...")
+@click.option(
+    "--output",
+    "-o",
+    "path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("kvhub.lock"),
+    show_default=True,
+    help="Where to write it.",
+)
+def command(mappers: tuple[str, ...], path: Path) -> None:
+    """Write kvhub.lock: repository, commit and digests of each MAPPER (default: all that are ready).
+
+    kvhub pull --locked fetches exactly these, and kvhub gc keeps them for as
+    long as the file exists.
+    """
+    from kvhub.artifact.read import read_manifest
+    from kvhub.catalog import directory_of, explained, find, open_registry
+    from kvhub.hub.lockfile import make_lock, write_lock
+    from kvhub.settings import Settings
+    from kvhub.store.roots import remember
+
+    if mappers:
+        rows = [find(ref) for ref in mappers]
+    else:
+        with explained(), open_registry() as registry:
+            rows = [row for row in registry.list(state="ready") if row.locations]
+        if not rows:
+            raise BadInput("no mapper is ready and on the Hub", "kvhub push publishes one; or name mappers")
+    lock = make_lock([(row, read_manifest(directory_of(row.digest))) for row in rows])
+    write_lock(path, lock)
+    remember(path, Settings.load())
+    for entry in lock.mappers:
+        click.echo(
+            output.clean(
+                f"{entry.digest[:12]}  {entry.source} -> {entry.target}  {entry.repo}@{entry.commit[:8]}"
+            )
+        )
+    output.note(f"{path}: {len(lock.mappers)} mappers")

@@ -1,0 +1,65 @@
+"""`pull --locked`: exactly what a lock file names, from the store where it is there, else from its commit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvhub.artifact.read import verify_artifact
+from kvhub.catalog import explained, find, open_registry, register
+from kvhub.errors import BadInput, Corrupt, NotFound
+from kvhub.hub import client, store
+from kvhub.hub.download import Progress
+from kvhub.hub.lockfile import LockedMapper, read_lock
+from kvhub.hub.pull import fetch
+from kvhub.settings import Settings
+from kvhub.store import roots, trust
+from kvhub_registry import MapperRow
+
+
+def pull_locked(
+    path: Path, settings: Settings | None = None, *, progress: Progress | None = None
+) -> list[MapperRow]:
+    """Every mapper of a lock file, checked byte by byte, with the aliases that the lock gives it.
+
+    Errors: those of `fetch`; `Corrupt` where a commit holds another mapper than the lock says.
+    """
+    settings = settings or Settings.load()
+    lock = read_lock(path)
+    for entry in lock.mappers:
+        client.split(f"{entry.repo}@{entry.commit}")
+    rows = []
+    for entry in lock.mappers:
+        row = _here(entry, settings)
+        if row is None:
+            row = fetch(entry.repo, entry.commit, settings, expect=entry.digest, progress=progress)
+        with explained(), open_registry(settings) as registry:
+            for name in entry.aliases:
+                if "/" in name:
+                    raise BadInput(f"{name!r} in {path.name} is not an alias")
+                registry.set_alias(name, entry.digest, f"locked by {path.name}")
+        rows.append(find(row.digest, settings))
+    roots.remember(path, settings)
+    return rows
+
+
+def _here(entry: LockedMapper, settings: Settings) -> MapperRow | None:
+    """The mapper where every byte of it is here already; registered again where only the row was lost."""
+    trust.demand_namespace(entry.repo, settings)
+    try:
+        row = find(entry.digest, settings)
+        directory = Path(row.path)
+    except NotFound:
+        directory = settings.mappers / entry.digest
+    try:
+        manifest = verify_artifact(directory, deep=True)
+    except (NotFound, Corrupt):
+        return None
+    if manifest.digest != entry.digest:
+        return None
+    trust.demand(directory, manifest, settings)
+    settings.mappers.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with store.exclusive(settings.mappers):
+        if not directory.is_dir():
+            return None
+        register(directory, manifest, settings)
+    return find(entry.digest, settings)

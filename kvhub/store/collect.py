@@ -1,0 +1,159 @@
+"""`gc`: what nothing keeps any more.
+
+Kept: every mapper that is draft or ready (drafts go with `drafts=True`), and any that an alias
+or a lock file names, or that a living process has loaded. A repository name that push and pull
+note (`org/name`) is no such alias: the mapper can be fetched again from there.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvhub.catalog import inside, open_registry, remove_locked
+from kvhub.errors import KvhubError
+from kvhub.hub import store
+from kvhub.settings import Settings
+from kvhub.store import blobs, roots, use
+from kvhub_registry import MapperRow, State
+
+GRACE = 3600.0
+"""Seconds for which what no row names may be of a process that has not registered it yet."""
+
+Kind = Literal["mapper", "directory", "leftover", "blob"]
+_LEFTOVER: Kind = "leftover"
+_DIRECTORY: Kind = "directory"
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """One thing that may go, and what it takes on disk."""
+
+    kind: Kind
+    path: Path
+    size: int
+    why: str
+    row: MapperRow | None = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A mapper that would go, and what keeps it."""
+
+    row: MapperRow
+    by: str
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What went (or would go), and what stayed although it is retired."""
+
+    garbage: list[Garbage]
+    kept: list[Kept]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all that went."""
+        return sum(item.size for item in self.garbage)
+
+
+def collect(
+    settings: Settings | None = None, *, dry_run: bool = False, drafts: bool = False, grace: float = GRACE
+) -> Collected:
+    """Delete what nothing keeps; with `dry_run` only say what that is.
+
+    grace: seconds, see `GRACE`. A crash on the way leaves nothing that the next call does not find.
+    Errors: `Corrupt` for a lock file that cannot be read (nothing is deleted then).
+    """
+    settings = settings or Settings.load()
+    if not settings.mappers.is_dir():
+        return Collected([], [])
+    if not dry_run:
+        store.sweep(settings.mappers)
+    with store.exclusive(settings.mappers):
+        with open_registry(settings) as registry:
+            rows = registry.list()
+        locked = roots.locked(settings)
+        garbage: list[Garbage] = []
+        kept: list[Kept] = []
+        for row in rows:
+            if not _may_go(row, settings, drafts, grace):
+                continue
+            by = _keeper(row, locked)
+            with use.unused(row.digest, settings) as free:
+                if by or not free:
+                    kept.append(Kept(row, by or "a process has it loaded"))
+                    continue
+                why = f"{row.state.value}: {row.state_reason}"
+                garbage.append(Garbage("mapper", Path(row.path), row.size, why, row))
+                if not dry_run:
+                    remove_locked(row, settings)
+        gone = {item.path for item in garbage}
+        garbage += _strays(settings, {Path(row.path) for row in rows} | gone, grace, dry_run)
+        garbage += _blobs(settings, dry_run)
+    return Collected(garbage, kept)
+
+
+def _may_go(row: MapperRow, settings: Settings, drafts: bool, grace: float) -> bool:
+    if not inside(Path(row.path), settings.mappers):
+        return False  # its files are somebody's own
+    if row.state is State.RETIRED:
+        return True
+    old = time.time() - row.changed.timestamp() > grace
+    return drafts and row.state is State.DRAFT and old
+
+
+def _keeper(row: MapperRow, locked: dict[str, Path]) -> str:
+    names = [name for name in row.aliases if "/" not in name]
+    if names:
+        return "alias " + ", ".join(f"@{name}" for name in names)
+    return f"locked by {locked[row.digest]}" if row.digest in locked else ""
+
+
+def _strays(settings: Settings, known: set[Path], grace: float, dry_run: bool) -> Iterator[Garbage]:
+    """Directories without a row, and what killed processes left."""
+    for path in sorted(settings.mappers.iterdir()):
+        if path in known or path.name == ".lock" or path.name.startswith(".pull-"):
+            continue
+        with suppress(FileNotFoundError):
+            if path.name.startswith(".removed-"):
+                kind, why = _LEFTOVER, "half deleted"
+            elif time.time() - path.lstat().st_mtime < grace:
+                continue  # a fit may be about to register it
+            elif path.name.startswith("."):
+                kind, why = _LEFTOVER, "of a process that was killed"
+            else:
+                kind, why = _DIRECTORY, "no registered mapper is here"
+            yield Garbage(kind, path, tree_size(path), why)
+            if not dry_run:
+                _delete(path)
+
+
+def _blobs(settings: Settings, dry_run: bool) -> Iterator[Garbage]:
+    for path in blobs.unreferenced(settings):
+        size = path.stat().st_size
+        if not dry_run:
+            path.unlink(missing_ok=True)
+        yield Garbage("blob", path, size, "no mapper has this shard")
+
+
+def tree_size(path: Path) -> int:
+    """Bytes of all files below, hard links counted as files."""
+    if path.is_symlink() or not path.is_dir():
+        return path.lstat().st_size
+    return sum(item.lstat().st_size for item in path.rglob("*") if not item.is_dir())
+
+
+def _delete(path: Path) -> None:
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise KvhubError(f"cannot delete {path}: {error.strerror}", "delete it by hand") from None

@@ -1,0 +1,50 @@
+"""Which mappers a living process has loaded: `kvhub gc` leaves those alone.
+
+A shared lock on a file per mapper, kept until the process ends however it ends;
+the kernel gives it back, so a crash leaves nothing that says "in use".
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvhub.settings import Settings
+
+_held: dict[str, int] = {}
+
+
+def hold(digest: str, settings: Settings | None = None) -> None:
+    """Mark a mapper as in use until this process ends. Where nothing can be written, nothing is marked."""
+    path = _path(digest, settings or Settings.load())
+    if str(path) in _held:
+        return
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        _held[str(path)] = descriptor
+
+
+@contextmanager
+def unused(digest: str, settings: Settings) -> Iterator[bool]:
+    """Whether nobody holds the mapper; where so, nobody can begin to until the block ends."""
+    path = _path(digest, settings)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+def _path(digest: str, settings: Settings) -> Path:
+    return settings.home / "use" / digest
