@@ -99,7 +99,7 @@ def choose(
             measure(k, first)
         if not curve:
             raise BadInput("no k gives a positive definite system", "give more text, or a larger --lambda")
-        best = _smallest(curve)
+        best = smallest(curve)
         for strength in strengths:
             if strength != first:
                 measure(best.k, strength)
@@ -115,8 +115,8 @@ def choose(
     )
 
 
-def _smallest(curve: Sequence[CurvePoint]) -> CurvePoint:
-    """The smallest k that is as good as the best one by KL, and no worse by cosine."""
+def smallest(curve: Sequence[CurvePoint]) -> CurvePoint:
+    """The point of the smallest k that is as good as the best one by KL, and no worse by cosine."""
     best = min(curve, key=lambda point: (point.kl, point.k))
     near = (
         point
