@@ -9,12 +9,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from kvhub.errors import Incompatible
-from kvhub.fit.moments import memory_needed
+from kvhub.fit.memory import memory_needed
+from kvhub.fit.ridge import Support
 from kvhub.fit.selection import demand_k
-from kvhub.fit.settings import FitSettings
 from kvhub.model.engine import not_served, served_otherwise
 from kvhub.model.fingerprint import hub_snapshot, weights_revision
 from kvhub.model.headers import TensorHeader
@@ -25,6 +25,8 @@ from kvhub.model.resolve import resolve
 from kvhub.model.tokenizer import load_tokenizer, tokenizer_digest
 from kvhub.strict_json import shown
 
+DEFAULT_K = 8
+"""Of a fit."""
 ROWS_A_FEATURE = 4
 """Rows for each feature of a regression below which it extrapolates badly."""
 
@@ -129,24 +131,24 @@ def check(source: str, target: str, *, k: int | None = None) -> Check:
         if side is not None:
             notes += _notes(where, side)
     if one is None or other is None:
-        return Check(k or FitSettings.k, one, other, refusals, notes)
-    k = min(FitSettings.k, one.geometry.num_layers) if k is None else k
+        return Check(k or DEFAULT_K, one, other, refusals, notes)
+    k = min(DEFAULT_K, one.geometry.num_layers) if k is None else k
     demand_k(k, one.geometry)
     if one.revision == other.revision:
         notes.append("both are the same model: its cache can be used as it is, without a mapper")
     matched = one.geometry.num_kv_heads == other.geometry.num_kv_heads
-    supports: tuple[Literal["full", "head-local"], ...] = ("full", "head-local") if matched else ("full",)
-    costs = [cost(one.geometry, other.geometry, FitSettings(k=k, support=support)) for support in supports]
+    supports: tuple[Support, ...] = ("full", "head-local") if matched else ("full",)
+    costs = [cost(one.geometry, other.geometry, k, support) for support in supports]
     needed = memory_needed(one.geometry, other.geometry, k=k, both=False)
     return Check(k, one, other, refusals, notes, costs, matched, needed)
 
 
-def cost(source: Geometry, target: Geometry, settings: FitSettings) -> Cost:
-    """What a mapper of these settings takes; a map multiplies each weight once a token."""
-    features = settings.features(source)
+def cost(source: Geometry, target: Geometry, k: int, support: Support) -> Cost:
+    """What a mapper takes; a map multiplies each weight once a token."""
+    features = k * (source.features if support == "full" else source.head_dim)
     biases = 2 * target.num_layers * target.features
     return Cost(
-        support=settings.support,
+        support=support,
         features=features,
         artifact_bytes=2 * biases * features + 4 * biases,
         map_flops=2 * biases * features,
