@@ -58,6 +58,7 @@ class CpuApplier:
         wanted = range(self.plan.layers) if layers is None else layers
         used = sorted({layer for t in wanted for layer in self.plan.source_layers[t]})
         place = {layer: index for index, layer in enumerate(used)}
+        read, written = source.token_slots(), target.token_slots()
         undo, turn = turns(strip, back=True), turns(rotate)
         poison = torch.zeros(())
         with self._lock:
@@ -65,21 +66,26 @@ class CpuApplier:
             for start in range(0, source.tokens, step):
                 span = slice(start, min(start + step, source.tokens))
                 for side, rotated in (("k", True), ("v", False)):
-                    x = self._contents(source, side, used, span, undo.at(span) if rotated else None)
+                    x = self._contents(source, side, used, span, read, undo.at(span) if rotated else None)
                     for t in wanted:
                         columns = [place[layer] for layer in self.plan.source_layers[t]]
                         rows = self._product(t, side, x, columns, self.workspace)
                         if rotated:
                             out = self.workspace.take("rotated", rows.shape, torch.float32)
                             rows = rotate_into(out, rows, turn.at(span))
-                        poison += self._write(target, t, side, rows, span) * 0
+                        poison += (
+                            self._write((target.keys if rotated else target.values)[t], written, rows, span)
+                            * 0
+                        )
         return torch.isfinite(poison)
 
     def _tokens_at_a_time(self, used: int) -> int:
         row = used * self.plan.width * self.plan.groups * self.dtype.itemsize
         return max(256, min(4096, CHUNK_BYTES // row // 64 * 64))
 
-    def _contents(self, source: Rows, side: str, used: list[int], span: slice, undo: Turns | None) -> Tensor:
+    def _contents(
+        self, source: Rows, side: str, used: list[int], span: slice, slots: Tensor | None, undo: Turns | None
+    ) -> Tensor:
         """`[groups, tokens, len(used) * width]`: the rows of all used layers, RoPE removed from keys."""
         plan, tokens = self.plan, span.stop - span.start
         # The pad keeps the rows of a large power of two apart in the cache's sets.
@@ -88,7 +94,7 @@ class CpuApplier:
         for index, layer in enumerate(used):
             part = x[:, :, index * plan.width : (index + 1) * plan.width]
             place = part[0].view(shape) if plan.support == "full" else part.transpose(0, 1)
-            rows = self._read((source.keys if side == "k" else source.values)[layer], source, span)
+            rows = self._read((source.keys if side == "k" else source.values)[layer], slots, span)
             if undo is None:
                 place.copy_(rows)
                 continue
@@ -101,23 +107,30 @@ class CpuApplier:
                 place.copy_(rotate_into(out, rows, undo))
         return x
 
-    def _read(self, layer: Tensor, source: Rows, span: slice) -> Tensor:
-        if source.slots is None:
+    def _read(self, layer: Tensor, slots: Tensor | None, span: slice) -> Tensor:
+        if slots is None:
             return layer[span]
         out = self.workspace.take("gathered", (span.stop - span.start, *layer.shape[1:]), layer.dtype)
-        return torch.index_select(layer, 0, source.slots[span], out=out)
+        torch.index_select(_words(layer), 0, slots[span], out=_words(out))
+        return out
 
-    def _write(self, target: Rows, t: int, side: str, rows: Tensor, span: slice) -> Tensor:
+    def _write(self, layer: Tensor, slots: Tensor | None, rows: Tensor, span: slice) -> Tensor:
         """Scatter `rows` `[tokens, heads, dim]`; returns their sum, which is finite if all of them are."""
-        layer = (target.keys if side == "k" else target.values)[t]
         total = rows.sum()
-        if target.slots is None:
+        if slots is None:
             layer[span].copy_(rows)
             stored = layer[span]
         else:
             stored = rows
             if layer.dtype != rows.dtype or not rows.is_contiguous():
                 stored = self.workspace.take("stored", rows.shape, layer.dtype).copy_(rows)
-            layer.index_copy_(0, target.slots[span], stored)
+            _words(layer).index_copy_(0, slots[span], _words(stored))
         # float16 has a narrower range than the sum: what overflowed shows only once stored.
         return stored.sum(dtype=torch.float32) if layer.dtype == torch.float16 else total
+
+
+def _words(rows: Tensor) -> Tensor:
+    """The same bytes as words of 16: rows are copied three times as fast as element by element."""
+    word = 16 // rows.element_size()
+    whole = rows.shape[-1] % word == 0 and rows.stride(0) % word == 0 and rows.data_ptr() % 16 == 0
+    return rows.view(torch.complex128) if whole and rows.storage_offset() % word == 0 else rows

@@ -13,9 +13,6 @@ from kvhub_kernels.workspace import Workspace
 BIAS_ROWS = 32
 """Rows added below a bfloat16 matrix: three carry the bias, the rest keep the depth a multiple of 32."""
 
-MIN_DEPTH = 512
-"""Selected layers that are no neighbours are copied together if their runs are shallower than this."""
-
 
 class Product:
     """`x @ weight * scale + bias` of any target layer; the sum is accumulated in float32.
@@ -44,7 +41,7 @@ class Product:
         out = space.take("product", (plan.groups, tokens, plan.columns), self.dtype)
         matrix = self._matrix(affine, space)
         if self.dtype == torch.float32:
-            self._accumulate(out, matrix, affine.bias, x, columns, space)
+            self._accumulate(out, matrix, affine.bias, x, columns)
             precise = out
         else:
             joined = self._joined(x, columns, space)
@@ -88,29 +85,27 @@ class Product:
         return matrix
 
     def _joined(self, x: Tensor, columns: Sequence[int], space: Workspace) -> Tensor:
-        """The selected layers side by side, `[groups, tokens, depth (+ BIAS_ROWS)]`."""
+        """The selected layers side by side and the columns that meet the bias, bfloat16.
+
+        A sum of partial products would be rounded once for each part.
+        """
         plan = self.plan
-        extra = BIAS_ROWS if self.dtype == torch.bfloat16 else 0
-        joined = space.take("joined", (plan.groups, x.shape[1], plan.depth + extra), self.dtype)
+        joined = space.take("joined", (plan.groups, x.shape[1], plan.depth + BIAS_ROWS), self.dtype)
         for start, first, count in _runs(columns):
-            joined[:, :, start * plan.width : (start + count) * plan.width] = _part(
-                x, first, count, plan.width
-            )
-        if extra:
-            joined[:, :, plan.depth : plan.depth + 3] = 1
-            joined[:, :, plan.depth + 3 :] = 0
+            part = joined[:, :, start * plan.width : (start + count) * plan.width]
+            part.copy_(_part(x, first, count, plan.width))
+        joined[:, :, plan.depth : plan.depth + 3] = 1
+        joined[:, :, plan.depth + 3 :] = 0
         return joined
 
     def _accumulate(
-        self, out: Tensor, matrix: Tensor, bias: Tensor, x: Tensor, columns: Sequence[int], space: Workspace
+        self, out: Tensor, matrix: Tensor, bias: Tensor, x: Tensor, columns: Sequence[int]
     ) -> None:
         width = self.plan.width
         parts = [
             (_part(x, first, count, width), matrix[:, start * width : (start + count) * width])
             for start, first, count in _runs(columns)
         ]
-        if len(parts) > 1 and self.plan.depth < MIN_DEPTH * len(parts):
-            parts = [(self._joined(x, columns, space), matrix)]
         (rows, weight), *more = parts
         if self.plan.groups == 1:
             torch.addmm(bias, rows[0], weight[0], out=out[0])

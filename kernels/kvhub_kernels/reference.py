@@ -16,7 +16,8 @@ from kvhub_kernels.weights import Affine, Weights
 
 def read(layer: Tensor, rows: Rows) -> Tensor:
     """The rows of one layer in order of tokens, `[tokens, heads, dim]`."""
-    return layer[: rows.tokens] if rows.slots is None else layer[rows.slots]
+    slots = rows.token_slots()
+    return layer[: rows.tokens] if slots is None else layer[slots]
 
 
 def map_layer_reference(

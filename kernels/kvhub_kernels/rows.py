@@ -14,14 +14,16 @@ class Rows:
     """`tokens` rows in every layer of a cache.
 
     keys, values: per layer `[slots, heads, dim]` (NHD), the last two dimensions contiguous.
-    slots: `[tokens]` int64, where token i lies; None: token i lies in slot i. Rows to be read may
-    repeat a slot; rows to be written must not.
+    slots: `[>= tokens / page_size]` int64, the pages that the tokens lie in, page p covering slots
+    `p * page_size ...`; with page_size 1, the slots. None: token i lies in slot i. Rows to be read may
+    repeat a page; rows to be written must not.
     """
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     tokens: int
     slots: Tensor | None = None
+    page_size: int = 1
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.values) or not self.keys:
@@ -35,8 +37,10 @@ class Rows:
         if self.slots is None:
             if self.tokens > first.shape[0]:
                 raise ValueError(f"{self.tokens} tokens in {first.shape[0]} slots")
-        elif self.slots.shape != (self.tokens,) or self.slots.dtype != torch.int64:
-            raise ValueError("slots must be int64, one for each token")
+        elif self.slots.dtype != torch.int64 or self.slots.dim() != 1 or self.page_size < 1:
+            raise ValueError("slots must be a list of int64")
+        elif self.slots.shape[0] * self.page_size < self.tokens:
+            raise ValueError(f"{self.tokens} tokens in {self.slots.shape[0]} pages of {self.page_size}")
 
     @property
     def heads(self) -> int:
@@ -54,14 +58,10 @@ class Rows:
     def device(self) -> torch.device:
         return self.keys[0].device
 
-
-def slots_of_pages(pages: Tensor, page_size: int, tokens: int) -> Tensor:
-    """Slots of the first `tokens` tokens of a sequence that lies in `pages`, `[tokens]` int64.
-
-    pages: `[>= tokens / page_size]` integers, page p covering slots `p * page_size ...`.
-    """
-    inside = torch.arange(page_size, device=pages.device, dtype=torch.int64)
-    count = -(-tokens // page_size)
-    if count > pages.shape[0]:
-        raise ValueError(f"{tokens} tokens need {count} pages of {page_size}, got {pages.shape[0]}")
-    return (pages[:count, None].to(torch.int64) * page_size + inside).flatten()[:tokens]
+    def token_slots(self) -> Tensor | None:
+        """`[tokens]` int64: the slot of every token, pages spelled out; None: in order."""
+        if self.slots is None or self.page_size == 1:
+            return self.slots if self.slots is None else self.slots[: self.tokens]
+        inside = torch.arange(self.page_size, device=self.slots.device)
+        pages = self.slots[: -(-self.tokens // self.page_size), None]
+        return (pages * self.page_size + inside).flatten()[: self.tokens]

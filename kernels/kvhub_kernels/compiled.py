@@ -1,0 +1,139 @@
+"""Compile the kernels ahead of time, without a GPU, and read what they need from the cubin."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvhub_kernels.fused import affine_kernel, gather_kernel
+from kvhub_kernels.tiles import TABLE, Tile
+
+CAPABILITIES = (80, 90, 100)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one kernel on one GPU generation, as the assembler reports them. Bytes, but for registers."""
+
+    kernel: str
+    variant: str
+    capability: int
+    registers: int
+    shared: int
+    """Static and dynamic, a program."""
+    spills: int
+    """Local memory a thread: spilled registers and stack."""
+    instructions: str
+    """The matrix instructions found in the machine code."""
+
+
+def compile_all(capabilities: tuple[int, ...] = CAPABILITIES) -> Iterator[Resources]:
+    """Every kernel variant that is shipped, for each GPU generation."""
+    for capability in capabilities:
+        yield _compile(
+            gather_kernel,
+            "bfloat16",
+            capability,
+            signature="*i64 *i64 *fp32 *fp32 *i32 *bf16 i32 i32 i32 i32 i32 fp32",
+            constants={
+                "ROWS": triton.language.bfloat16,
+                "HEADS": 8,
+                "HEAD_DIM": 128,
+                "HALF": 64,
+                "INTERLEAVED": False,
+                "PAGE": 1,
+                "BLOCK_TOKENS": 16,
+                "BLOCK_PAIRS": 64,
+            },
+            warps=4,
+            stages=3,
+        )
+        for (support, most), tile in TABLE.items():
+            for int8 in (False, True):
+                name = f"{support}, {'int8' if int8 else 'bfloat16'}, T <= {most}"
+                yield compile_affine(support, tile, capability, int8=int8, name=name)
+
+
+def compile_affine(support: str, tile: Tile, capability: int, *, int8: bool, name: str) -> Resources:
+    """The product for 8 heads of 128 on both sides and k = 8."""
+    groups, width, pairs = (1, 1024, 512) if support == "full" else (8, 128, 64)
+    weight = "*i8" if int8 else "*bf16"
+    return _compile(
+        affine_kernel,
+        name,
+        capability,
+        signature=f"*bf16 {weight} *fp32 *fp32 *fp32 *fp32 *i32 *i32 *i64 *i64 *i32 i32 i32 i32 i32 i32 i32",
+        constants={
+            "POOL": triton.language.bfloat16,
+            "GROUPS": groups,
+            "K": 8,
+            "WIDTH": width,
+            "PAIRS": pairs,
+            "HEAD_DIM": 128,
+            "HALF": 64,
+            "INTERLEAVED": False,
+            "PAGE": 1,
+            "INT8": int8,
+            "WIDE": False,
+            "BLOCK_TOKENS": tile.tokens,
+            "BLOCK_PAIRS": min(tile.pairs, pairs),
+            "BLOCK_DEPTH": min(tile.depth, width),
+        },
+        warps=tile.warps,
+        stages=tile.stages,
+    )
+
+
+def _compile(
+    kernel: triton.JITFunction,
+    variant: str,
+    capability: int,
+    *,
+    signature: str,
+    constants: dict[str, object],
+    warps: int,
+    stages: int,
+) -> Resources:
+    names = [name for name in kernel.arg_names if name not in constants]
+    types = dict(zip(names, signature.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
+    # At run time Triton specialises on addresses and strides that are multiples of 16; so here.
+    aligned = {
+        (kernel.arg_names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in types.items()
+        if kind.startswith("*") or name in ("stride", "capacity")
+    }
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    usage, code = _inspect(built.asm["cubin"])
+    return Resources(
+        kernel=kernel.fn.__name__,
+        variant=variant,
+        capability=capability,
+        registers=int(usage["REG"]),
+        shared=int(usage["SHARED"]) + int(built.metadata.shared),
+        spills=int(usage["LOCAL"]) + int(usage["STACK"]),
+        instructions=" ".join(sorted({op for op in ("HMMA", "HGMMA", "UTCHMMA") if f" {op}" in code})),
+    )
+
+
+def _inspect(cubin: bytes) -> tuple[dict[str, str], str]:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+
+        def run(flag: str) -> str:
+            return subprocess.run(
+                [str(tool), flag, str(path)], capture_output=True, text=True, check=True
+            ).stdout
+
+        return dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", run("-res-usage"))), run("-sass")

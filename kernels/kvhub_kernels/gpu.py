@@ -1,0 +1,201 @@
+"""Apply a mapper with the Triton kernels: CUDA tensors, or CPU tensors in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvhub_kernels.fused import affine_kernel, gather_kernel
+from kvhub_kernels.packed import Packed, tables
+from kvhub_kernels.rotary import RotaryTable
+from kvhub_kernels.rows import Rows
+from kvhub_kernels.tiles import Tile, choose
+from kvhub_kernels.weights import Weights
+from kvhub_kernels.workspace import Workspace
+
+CHUNK_TOKENS = 4096
+"""Tokens mapped at a time: enough tiles to fill a GPU, and content rows of at most a few hundred MB."""
+
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_KEPT_TABLES = 64
+
+
+class TritonApplier:
+    """One mapper on one device. Launches on the current stream and never waits for it.
+
+    After a first call with the same caches, layers and no more tokens, nothing is allocated and nothing is
+    copied from the host, so that a call can be captured in a CUDA graph. One stream at a time.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        rotate: RotaryTable,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.bfloat16,
+        chunk: int = CHUNK_TOKENS,
+    ) -> None:
+        """rotate: a table of the target's rotation (any positions), which fixes how columns are paired."""
+        self.plan, self.dtype, self.device = weights.plan, dtype, torch.device(device)
+        self._pairing, self._half = rotate.pairing, rotate.rotary_dim // 2
+        self.packed = Packed.of(
+            weights,
+            interleaved=rotate.pairing == "interleaved",
+            rotary_dim=rotate.rotary_dim,
+            dtype=dtype,
+            device=self.device,
+        )
+        self.workspace = Workspace(self.device)
+        self._chunk = chunk
+        self._known: dict[tuple[int, ...], Tensor] = {}
+        self._dummy = torch.zeros(1, dtype=torch.int64, device=self.device)
+        place = {layer: index for index, layer in enumerate(self.plan.used)}
+        self._used = self._ints(self.plan.used)
+        self._places = self._ints([place[layer] for chosen in self.plan.source_layers for layer in chosen])
+        self._layers: dict[tuple[int, ...], Tensor] = {}
+
+    def apply(
+        self,
+        source: Rows,
+        target: Rows,
+        strip: RotaryTable,
+        rotate: RotaryTable,
+        layers: Sequence[int] | None = None,
+        *,
+        tile: Tile | None = None,
+    ) -> Tensor:
+        """See `CpuApplier.apply`; the result is a 0-dimensional int32 on the device (1: all finite),
+        valid until the next call.
+        """
+        if rotate.pairing != self._pairing or rotate.rotary_dim != 2 * self._half:
+            raise ValueError("the weights were packed for another rotation")
+        wanted = tuple(range(self.plan.layers) if layers is None else layers)
+        if wanted not in self._layers:
+            self._layers[wanted] = self._ints(wanted)
+        finite = self.workspace.take("finite", (), torch.int32).fill_(1)
+        for start in range(0, source.tokens, self._chunk):
+            tokens = min(self._chunk, source.tokens - start)
+            x = self._gather(source, strip, start, tokens)
+            self._affine(x, target, rotate, self._layers[wanted], start, tokens, finite, tile)
+        return finite
+
+    def _gather(self, source: Rows, strip: RotaryTable, start: int, tokens: int) -> Tensor:
+        plan = self.plan
+        features = plan.source_heads * plan.source_dim
+        # Whole token tiles: the product reads, and throws away, rows beyond the last token.
+        capacity = min(self._chunk, source.tokens) + 255 & ~255
+        x = self.workspace.take("x", (2, len(plan.used), capacity, features), self.dtype)
+        cos, sin, factor = tables(strip, back=True)
+        block_tokens, block_pairs = 16, 64
+        grid = (
+            triton.cdiv(tokens, block_tokens),
+            triton.cdiv(features // 2, block_pairs),
+            2 * len(plan.used),
+        )
+        gather_kernel[grid](
+            self._addresses(source),
+            self._dummy if source.slots is None else source.slots,
+            cos,
+            sin,
+            self._used,
+            x,
+            start,
+            tokens,
+            len(plan.used),
+            capacity,
+            source.keys[0].stride(0),
+            factor,
+            ROWS=_TYPES[source.dtype],
+            HEADS=plan.source_heads,
+            HEAD_DIM=plan.source_dim,
+            HALF=strip.rotary_dim // 2,
+            INTERLEAVED=strip.pairing == "interleaved",
+            PAGE=0 if source.slots is None else source.page_size,
+            BLOCK_TOKENS=block_tokens,
+            BLOCK_PAIRS=block_pairs,
+            num_warps=4,
+        )
+        return x
+
+    def _affine(
+        self,
+        x: Tensor,
+        target: Rows,
+        rotate: RotaryTable,
+        layers: Tensor,
+        start: int,
+        tokens: int,
+        finite: Tensor,
+        tile: Tile | None,
+    ) -> None:
+        plan, packed = self.plan, self.packed
+        pairs = plan.columns // 2
+        tile = tile or choose(plan.support, tokens, pairs, plan.width)
+        cos, sin, _ = tables(rotate, back=False)
+        count = layers.shape[0]
+        tiles = 2 * count * plan.groups * triton.cdiv(tokens, tile.tokens) * triton.cdiv(pairs, tile.pairs)
+        affine_kernel[(min(tiles, _programs(self.device)) if tile.persistent else tiles,)](
+            x,
+            packed.matrix,
+            packed.bias,
+            packed.bias if packed.scale is None else packed.scale,
+            cos,
+            sin,
+            self._places,
+            layers,
+            self._addresses(target),
+            self._dummy if target.slots is None else target.slots,
+            finite,
+            start,
+            tokens,
+            count,
+            x.shape[1],
+            x.shape[2],
+            target.keys[0].stride(0),
+            POOL=_TYPES[target.dtype],
+            GROUPS=plan.groups,
+            K=plan.k,
+            WIDTH=plan.width,
+            PAIRS=pairs,
+            HEAD_DIM=plan.target_dim,
+            HALF=self._half,
+            INTERLEAVED=self._pairing == "interleaved",
+            PAGE=0 if target.slots is None else target.page_size,
+            INT8=packed.scale is not None,
+            WIDE=self.device.type == "cpu",
+            BLOCK_TOKENS=tile.tokens,
+            BLOCK_PAIRS=tile.pairs,
+            BLOCK_DEPTH=tile.depth,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+    def _addresses(self, rows: Rows) -> Tensor:
+        """`[layers, 2]` int64 on the device; remembered, since copying it would break a capture."""
+        key = tuple(layer.data_ptr() for pair in zip(rows.keys, rows.values, strict=True) for layer in pair)
+        known = self._known.get(key)
+        if known is None:
+            if any(address % 16 for address in key):
+                raise ValueError("the layers of a cache must be aligned to 16 bytes")
+            if len(self._known) >= _KEPT_TABLES:
+                self._known.pop(next(iter(self._known)))
+            known = self._known[key] = torch.tensor(key, dtype=torch.int64, device=self.device)
+        return known
+
+    def _ints(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=self.device)
+
+
+@lru_cache
+def _programs(device: torch.device) -> int:
+    """Programs that run at once: two a multiprocessor hide each other's epilogue where they fit."""
+    if device.type != "cuda":
+        return 3 if os.environ.get("TRITON_INTERPRET") == "1" else 1
+    return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
