@@ -49,7 +49,24 @@ class Api:
             Route(
                 "/{namespace}/{name}/resolve/{revision}/{path:path}", self.resolve, methods=["GET", "HEAD"]
             ),
+            *self._dataset_routes(),
             Route("/{path:path}", self.nothing, methods=["GET", "HEAD", "POST", "PUT", "DELETE"]),
+        ]
+
+    def _dataset_routes(self) -> list[Route]:
+        """A repository can also be read as a data set."""
+        repo = "/api/datasets/{namespace}/{name}"
+        return [
+            Route(repo, self.info),
+            Route(repo + "/revision/{revision:path}", self.info),
+            Route(repo + "/paths-info/{revision:path}", self.paths_info, methods=["POST"]),
+            Route(repo + "/tree/{revision}", self.folder),
+            Route(repo + "/tree/{revision}/{folder:path}", self.folder),
+            Route(
+                "/datasets/{namespace}/{name}/resolve/{revision}/{path:path}",
+                self.resolve,
+                methods=["GET", "HEAD"],
+            ),
         ]
 
     # who, and what they may
@@ -239,6 +256,19 @@ class Api:
     async def tree(self, request: Request) -> Response:
         commit = self.at(request, self.repo(request))
         return JSONResponse([_item(path, entry) for path, entry in sorted(commit.tree.items())])
+
+    async def folder(self, request: Request) -> Response:
+        """Files and folders directly in a folder."""
+        commit = self.at(request, self.repo(request))
+        folder = unquote(request.path_params.get("folder", "")).strip("/")
+        within = f"{folder}/" if folder else ""
+        rows: dict[str, dict[str, object]] = {}
+        for path, entry in sorted(commit.tree.items()):
+            if path.startswith(within):
+                name, deeper, _ = path.removeprefix(within).partition("/")
+                row = {"type": "directory", "path": within + name, "oid": "0" * 40, "size": 0}
+                rows[name] = row if deeper else _item(path, entry)
+        return JSONResponse([*rows.values()])
 
     async def paths_info(self, request: Request) -> Response:
         commit = self.at(request, self.repo(request))

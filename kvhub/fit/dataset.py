@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvhub.errors import AccessDenied, BadInput, KvhubError, NotFound, Unreachable
+from kvhub.errors import BadInput, KvhubError, Unreachable
 from kvhub.fit.store import write_bytes
 from kvhub.fit.text import documents_of
 
@@ -48,14 +50,14 @@ def read_dataset(dataset: Dataset, *, characters: int, cache: Path, tokenizer: A
     documents without the network where the revision is a commit. Remote Parquet is read by row group.
     Errors: `NotFound`, `AccessDenied`, `Unreachable`, and `BadInput` for a data set without text.
     """
-    from huggingface_hub import HfApi
+    from kvhub.hub.client import api
 
     if dataset.revision is not None and _COMMIT.match(dataset.revision):
         kept = _kept(dataset, dataset.revision, characters, cache)
         if kept.exists():
             return documents_of(_lines(kept), dataset.repo, tokenizer), dataset.revision
     with _explained(dataset):
-        info = HfApi().dataset_info(dataset.repo, revision=dataset.revision)
+        info = api().dataset_info(dataset.repo, revision=dataset.revision)
     commit = str(info.sha)
     if not _COMMIT.match(commit):
         raise Unreachable(f"the Hub names no commit for {dataset.repo}")
@@ -113,7 +115,9 @@ def _take(records: Iterator[dict[str, Any]], characters: int) -> list[dict[str, 
 def _records(dataset: Dataset, commit: str, names: list[str]) -> Iterator[dict[str, Any]]:
     from huggingface_hub import HfFileSystem
 
-    files = HfFileSystem()
+    from kvhub.hub.client import api
+
+    files = HfFileSystem(endpoint=api().endpoint)
     for name in names:
         path = f"datasets/{dataset.repo}@{commit}/{name}"
         with files.open(path, "rb", block_size=_BLOCK) as file:
@@ -127,7 +131,8 @@ def _records(dataset: Dataset, commit: str, names: list[str]) -> Iterator[dict[s
 
 
 def _json_records(file: Any, where: str) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(iter(lambda: file.readline(_LINE), b""), 1):
+    reader = io.BufferedReader(file, _BLOCK)  # the file's own readline has no bound
+    for number, line in enumerate(iter(lambda: reader.readline(_LINE), b""), 1):
         if line.strip():
             try:
                 value = json.loads(line)
@@ -138,32 +143,14 @@ def _json_records(file: Any, where: str) -> Iterator[dict[str, Any]]:
             yield {key: value[key] for key in ("text", "messages") if key in value}
 
 
-class _explained:  # noqa: N801 - reads as a statement
+@contextmanager
+def _explained(dataset: Dataset) -> Iterator[None]:
     """Errors of the Hub's client as ours."""
+    from kvhub.hub.client import explain
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-        name = self._dataset.repo
-        if error is None or isinstance(error, KvhubError) or not isinstance(error, Exception):
-            return
-        if isinstance(error, GatedRepoError):
-            raise AccessDenied(
-                f"{name} is gated", "accept its terms on its page, then `hf auth login`"
-            ) from None
-        if isinstance(error, RevisionNotFoundError):
-            raise NotFound(f"{name} has no revision {self._dataset.revision!r}") from None
-        if isinstance(error, (RepositoryNotFoundError, FileNotFoundError)):
-            raise NotFound(f"no such data set on the Hub: {name}") from None
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status in (401, 403):
-            raise AccessDenied(f"the Hub refuses {name} ({status})", "log in with `hf auth login`") from None
-        raise Unreachable(
-            f"cannot read {name} from the Hub: {type(error).__name__}", "check the network, or give --text"
-        ) from error
+    try:
+        yield
+    except KvhubError:
+        raise
+    except Exception as error:
+        raise explain(error, dataset.repo, dataset.revision) from error

@@ -68,3 +68,45 @@ def test_short_text_is_refused(tmp_path: Path) -> None:
         calibration_set(corpora, tokenizer, sequences=5, length=200)
     with pytest.raises(BadInput, match="calibration side"):
         calibration_set(corpora, tokenizer, sequences=5, length=20_000)
+
+
+def test_windows_are_drawn_by_weight(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(320)
+    paths = [write_text(tmp_path / f"{name}.txt", 300, seed=seed) for seed, name in enumerate("abc")]
+    corpora = load_corpora(paths, weights=[2, 1, 1])
+    cut = calibration_set(corpora, tokenizer, sequences=40, length=64)
+    every = [{tuple(w) for w in windows(c.calibration, tokenizer, length=64).tolist()} for c in corpora]
+    assert [sum(tuple(w) in side for w in list(cut.fit.tolist())) for side in every] == [20, 10, 10]
+    first = [sum(tuple(w) in side for w in cut.fit[:8].tolist()) for side in every]
+    assert first == [4, 2, 2]  # interleaved, so that every part of a fit sees every domain
+    assert cut.dataset.count("@") == 3 and " x2, b@" in cut.dataset
+
+
+def test_mixed_lengths_take_turns_and_share_no_text(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(320)
+    corpora = load_corpora([write_text(tmp_path / "a.txt", 300)])
+    cut = calibration_set(corpora, tokenizer, sequences=25, length=100, lengths=[20, 100, 50])
+    assert [len(window) for window in cut.fit] == [20, 100, 50] * 8 + [20]
+    packed = windows(corpora[0].calibration, tokenizer, length=170, limit=9).flatten().tolist()
+    assert [token for window in cut.fit for token in window.tolist()] == packed[: 8 * 170 + 20]
+    described = cut.describe(7, 0)
+    assert (described.length, described.tokens, described.sequences) == (100, 8 * 170 + 20, 25)
+    assert described.rows == 8 * (3 + 15 + 8) + 3
+    assert described.digest == token_digest([list(cut.fit)]) != token_digest([cut.held_out])
+
+
+def test_mixed_lengths_keep_the_tokenizer_s_head(tmp_path: Path) -> None:
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    plain = make_tokenizer(320)
+    backend = type(plain.backend_tokenizer).from_str(plain.backend_tokenizer.to_str())
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    corpora = load_corpora([write_text(tmp_path / "a.txt", 300)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    cut = calibration_set(corpora, tokenizer, sequences=10, length=50, lengths=[20, 50])
+    assert [(len(window), int(window[0])) for window in cut.fit] == [(20, 0), (50, 0)] * 5
+    with pytest.raises(BadInput, match="windows of 1 tokens"):
+        calibration_set(corpora, tokenizer, sequences=10, length=50, lengths=[1, 50])

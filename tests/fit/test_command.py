@@ -209,3 +209,26 @@ def test_ctrl_c_leaves_nothing_half_written(place: Place) -> None:
     assert process.returncode == 130, err
     assert "Traceback" not in err and out == ""
     assert not place.artifacts() and not place.registered()
+
+
+def test_weights_lengths_and_conversations_from_the_command_line(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_text(tmp_path / "other.txt", 200, seed=3)
+    assert run(place.arguments("--text", f"{other}:0.5", "--length", "32,64", "--k", "1")) == 0
+    (directory,) = place.artifacts()
+    calibration = verify_artifact(directory, deep=True).calibration
+    assert (calibration.sequences, calibration.length, calibration.tokens) == (24, 64, 12 * 96)
+    assert "other@" in calibration.dataset and calibration.dataset.endswith(" x0.5")
+    out = capsys.readouterr().out
+    assert f"--text {place.text} --text {other} " in out  # as eval takes them, without weights
+    for more, says in (
+        (["--length", "64,x"], "--length 64,x is not a number"),
+        (["--length", "0,64"], "at least 1"),
+        (["--dataset", "nonsense"], "is not org/name"),
+        (["--text", "absent.txt:3"], "no such text file: absent.txt"),
+    ):
+        assert run(place.arguments(*more)) in (2, 3)
+        assert says in capsys.readouterr().err
+    assert run(["fit", place.source, place.target]) == 2
+    assert "no text to fit on" in capsys.readouterr().err

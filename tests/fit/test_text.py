@@ -150,3 +150,73 @@ def test_the_digest_knows_tokens_order_and_lengths() -> None:
     }
     assert len(digests) == 5
     assert token_digest([torch.cat((one, two))]) == token_digest([one, two])
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+
+
+def chatting(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(320).backend_tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def conversation(number: int) -> dict[str, object]:
+    return {
+        "messages": [
+            {"role": "user", "content": f"{MANY[number % len(MANY)]} {number}?"},
+            {"role": "assistant", "content": "yes"},
+        ]
+    }
+
+
+def test_conversations_are_written_by_the_chat_template(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_text("\n".join(json.dumps(conversation(number)) for number in range(400)))
+    found = read_documents([path], tokenizer=chatting())
+    assert found[0] == f"<user>{MANY[0]} 0?\n<assistant>yes\n" and len(found) == 400
+
+    # Another model's template writes the same conversation otherwise; its side stays what it was.
+    other = read_documents([path], tokenizer=chatting("{{ messages[0].content }} !"))
+    sides = [set(split_documents(side)[1]) for side in (found, other)]
+    assert sides[0] and [a in sides[0] for a in found] == [b in sides[1] for b in other]
+
+
+@pytest.mark.parametrize(
+    ("line", "tokenizer", "says"),
+    [
+        (conversation(0), None, "no chat template"),
+        ({"messages": [{"role": "user"}]}, chatting(), 'needs a "role" and a "content"'),
+        ({"messages": []}, chatting(), 'needs a "role" and a "content"'),
+        (conversation(0), chatting("{{ raise_exception('roles must alternate') }}"), "roles must alternate"),
+        (conversation(0), chatting("{% for %}"), "the chat template refuses it"),
+    ],
+)
+def test_conversations_that_cannot_be_written(
+    tmp_path: Path, line: dict[str, object], tokenizer: PreTrainedTokenizerFast | None, says: str
+) -> None:
+    (tmp_path / "chat.jsonl").write_text(json.dumps(line))
+    with pytest.raises(BadInput, match=says) as caught:
+        read_documents([tmp_path / "chat.jsonl"], tokenizer=tokenizer)
+    assert "line 1" in caught.value.message and "\n" not in caught.value.message
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"id": [1, 2, 3], "text": ["one", None, " two "]}), path)
+    assert read_documents([path]) == ["one", "two"]
+    pq.write_table(pa.table({"messages": [conversation(n)["messages"] for n in range(3)]}), path)
+    assert read_documents([path], tokenizer=chatting())[2] == f"<user>{MANY[2]} 2?\n<assistant>yes\n"
+    pq.write_table(pa.table({"body": ["x"]}), path)
+    for content, kind, says in (
+        (None, BadInput, 'neither a "text" nor a "messages" column'),
+        (b"PAR1 but not really", BadInput, "cannot be read as Parquet"),
+        (b"", BadInput, "cannot be read as Parquet"),
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(kind, match=says):
+            read_documents([path])
+    with pytest.raises(NotFound):
+        read_documents([tmp_path / "absent.parquet"])
