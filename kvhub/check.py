@@ -15,6 +15,7 @@ from kvhub.errors import Incompatible
 from kvhub.fit.memory import memory_needed
 from kvhub.fit.ridge import Support
 from kvhub.fit.selection import demand_k
+from kvhub.model.config import read_config
 from kvhub.model.engine import not_served, served_otherwise
 from kvhub.model.fingerprint import hub_snapshot, weights_revision
 from kvhub.model.headers import TensorHeader
@@ -22,6 +23,7 @@ from kvhub.model.identify import describe
 from kvhub.model.identity import Geometry, RopeSpec
 from kvhub.model.remote import tensor_headers
 from kvhub.model.resolve import resolve
+from kvhub.model.rope import rope_spec
 from kvhub.model.tokenizer import load_tokenizer, tokenizer_digest
 from kvhub.strict_json import shown
 
@@ -125,8 +127,9 @@ def check(source: str, target: str, *, k: int | None = None) -> Check:
     paths = resolve(source, weights=False), resolve(target, weights=False)
     refusals: list[Refused] = []
     sides = [_side(where, path, refusals) for where, path in zip(("source", "target"), paths, strict=True)]
-    notes = _tokenizers(paths, refusals)
+    _compare_tokenizers(paths, refusals)
     one, other = sides
+    notes: list[str] = []
     for where, side in (("source", one), ("target", other)):
         if side is not None:
             notes += _notes(where, side)
@@ -160,7 +163,7 @@ def cost(source: Geometry, target: Geometry, k: int, support: Support) -> Cost:
 def _side(where: str, path: Path, refusals: list[Refused]) -> Side | None:
     try:
         # The config first: what it rules out needs no header from the Hub.
-        describe_config(path)
+        rope_spec(read_config(path).config)
         tensors = tensor_headers(path)
         architecture, shape, rope = describe(path, tensors)
     except Incompatible as error:
@@ -178,14 +181,6 @@ def _side(where: str, path: Path, refusals: list[Refused]) -> Side | None:
     )
 
 
-def describe_config(path: Path) -> None:
-    """Refuse by `config.json` alone."""
-    from kvhub.model.config import read_config
-    from kvhub.model.rope import rope_spec
-
-    rope_spec(read_config(path).config)
-
-
 def _layer_flops(tensors: Mapping[str, TensorHeader]) -> int | None:
     if any(".experts." in name for name in tensors):
         return None
@@ -195,10 +190,10 @@ def _layer_flops(tensors: Mapping[str, TensorHeader]) -> int | None:
     return 2 * sum(math.prod(shape) for shape in matrices)
 
 
-def _tokenizers(paths: tuple[Path, Path], refusals: list[Refused]) -> list[str]:
+def _compare_tokenizers(paths: tuple[Path, Path], refusals: list[Refused]) -> None:
     one, other = (load_tokenizer(path) for path in paths)
     if tokenizer_digest(one) == tokenizer_digest(other):
-        return []
+        return
     first, second = ({index: token for token, index in each.get_vocab().items()} for each in (one, other))
     unlike = sum(first.get(index) != second.get(index) for index in first.keys() | second.keys())
     what = f"{unlike} of {max(len(first), len(second))} ids differ" if unlike else "special tokens differ"
@@ -210,7 +205,6 @@ def _tokenizers(paths: tuple[Path, Path], refusals: list[Refused]) -> list[str]:
             "a cache can only be mapped where every token id means the same to both models",
         )
     )
-    return []
 
 
 def _notes(where: str, side: Side) -> list[str]:
