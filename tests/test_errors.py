@@ -52,11 +52,8 @@ def texts() -> list[str]:
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.append(node.value)
                 elif isinstance(node, ast.JoinedStr):
-                    found.append(
-                        "".join(
-                            str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values
-                        )
-                    )
+                    parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                    found.append("".join(map(str, parts)))
     return found
 
 
