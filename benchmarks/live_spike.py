@@ -39,8 +39,14 @@ def report(answer: dict[str, Any]) -> dict[str, Any]:
     return dict(answer["meta_info"]["kvhub"][0])
 
 
-def exercise(small: Server, twin: Server, target: Server, prompts: list[list[int]]) -> dict[str, Any]:
-    """One target server through everything; raises on a wrong answer."""
+def exercise(
+    small: Server, twin: Server, target: Server, prompts: list[list[int]], tenant: str
+) -> dict[str, Any]:
+    """One target server through everything; raises on a wrong answer.
+
+    tenant: new for every server: what one computed exactly would be returned to the next.
+    """
+    first, second = f"{tenant}-a", f"{tenant}-b"
     native = [twin.generate(prompt, 24)["output_ids"] for prompt in prompts]
     exact = [target.generate(prompt, 24, kv_hints=HINTS) for prompt in prompts[:4]]
     assert [answer["output_ids"] for answer in exact] == native[:4], "exact blocks changed an answer"
@@ -52,18 +58,18 @@ def exercise(small: Server, twin: Server, target: Server, prompts: list[list[int
         answer = target.generate(prompt, 24, kv_hints=HINTS, cache_salt=salt)
         return int(report(answer)["mapped"])
 
-    mapped = [lossy(prompt, "a") for prompt in prompts[4:8]]
+    mapped = [lossy(prompt, first) for prompt in prompts[4:8]]
     assert min(mapped) > 0, mapped
     for prompt, expected in zip(prompts[4:8], native[4:8], strict=True):
-        assert target.generate(prompt, 24, cache_salt="a")["output_ids"] == expected
+        assert target.generate(prompt, 24, cache_salt=first)["output_ids"] == expected
     aborted = abort_in_prefill(target, [token for prompt in prompts[8:14] for token in prompt][:1600])
     time.sleep(1)
     target.flush()
-    again = [lossy(prompt, "b") for prompt in prompts[4:8]]
+    again = [lossy(prompt, second) for prompt in prompts[4:8]]
     answers: dict[int, list[int]] = {}
 
     def client(number: int) -> None:
-        reuse = {"kv_hints": HINTS, "cache_salt": "b"} if number % 2 else {}
+        reuse = {"kv_hints": HINTS, "cache_salt": second} if number % 2 else {}
         answers[number] = target.generate(prompts[number], 64, **reuse)["output_ids"]
 
     run([lambda n=n: client(n) for n in range(4, 12)])  # type: ignore[misc]
@@ -135,7 +141,7 @@ def main() -> None:
                 with serve("large", reuse=True, flags=flags, env=env) as target:
                     for server in (small, twin, target):
                         server.wait()
-                    found = exercise(small, twin, target, prompts)
+                    found = exercise(small, twin, target, prompts, f"{page_size}-{retract}")
                 result["runs"].append({"page_size": page_size, "forced_retraction": retract, **found})
                 print(result["runs"][-1], flush=True)
     print(machine.write("live_spike", result))
