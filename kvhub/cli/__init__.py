@@ -18,10 +18,13 @@ from kvhub import __version__
 from kvhub.errors import KvhubError
 
 COMMANDS = {
-    "check": "Say whether a pair can work and what it costs, without running it.",
+    "check": "Say whether a pair can work and what it costs.",
     "fit": "Fit a mapper from SOURCE to TARGET on a text.",
     "eval": "Measure a mapper on held-out text, and judge it.",
     "list": "List registered mappers.",
+    "matrix": "Show which pairs of a family have a mapper.",
+    "plan": "Say what mappers between a set of models need.",
+    "search": "Find mappers on the Hub, or here.",
     "info": "Show everything known of one mapper.",
     "diff": "Compare two mappers: selection, settings, scores.",
     "verify": "Check a mapper's files against its manifest.",
@@ -33,10 +36,17 @@ COMMANDS = {
     "push": "Publish a mapper on the Hugging Face Hub.",
     "pull": "Fetch a mapper from the Hugging Face Hub.",
     "lock": "Pin mappers by repository, commit and digest.",
+    "import": "Take over a mapper of another layout, as a draft.",
+    "export": "Write a mapper in another layout.",
     "sign": "Sign a mapper with an ed25519 key.",
     "trust": "Show or set whose mappers are taken.",
+    "doctor": "Check settings, disk, registry, Hub and versions.",
+    "completion": "Print the script that completes commands in a shell.",
     "serve": "Serve a model with SGLang, reusing other models' caches.",
 }
+
+MODULES = {"import": "import_"}
+"""Modules that are not called like their command."""
 
 
 class LazyGroup(click.Group):
@@ -50,7 +60,7 @@ class LazyGroup(click.Group):
         """Import `kvhub.cli.<name>` and take its `command`."""
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"kvhub.cli.{cmd_name}")
+        module = importlib.import_module(f"kvhub.cli.{MODULES.get(cmd_name, cmd_name)}")
         command = module.command
         assert isinstance(command, click.Command)
         command.name = cmd_name

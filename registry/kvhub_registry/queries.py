@@ -89,6 +89,20 @@ def at(session: Session, repo_id: str, revision: str | None) -> MapperRow | None
     return rows(session, digests=[digest])[0] if digest else None
 
 
+def health(session: Session) -> str:
+    """The database's own check, and mappers without an artifact; "" where all is well."""
+    connection = session.connection()
+    if connection.dialect.name == "sqlite":
+        found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+        if found != "ok":
+            return f"the database is damaged: {found}"
+        if connection.exec_driver_sql("PRAGMA foreign_key_check").first() is not None:
+            return "a row points at one that is not there"
+    whole = select(ArtifactTable.mapper_digest)
+    half = session.exec(select(MapperTable.digest).where(col(MapperTable.digest).not_in(whole))).first()
+    return f"mapper {half[:12]} has no artifact" if half else ""
+
+
 def unreferenced(session: Session) -> list[ModelTable | CalibrationTable]:
     """Models and calibration sets that no mapper points at."""
     models = session.exec(

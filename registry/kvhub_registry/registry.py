@@ -112,6 +112,11 @@ class Registry:
         with reading(self._engine) as session:
             return queries.at(session, repo_id, revision)
 
+    def health(self) -> str:
+        """What is wrong with the database itself, "" where nothing is."""
+        with reading(self._engine) as session:
+            return queries.health(session)
+
     # writing
 
     def register(self, record: MapperRecord, scores: Iterable[ScoreRecord] = ()) -> MapperRow:

@@ -58,7 +58,8 @@ class Shell:
                 patch.setenv(name, value)
             patch.setattr(sys, "stdin", io.StringIO())
             patch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-            patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", more.get("HF_HUB_OFFLINE") == "1")
+            offline = (self.environment | more).get("HF_HUB_OFFLINE") == "1"
+            patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
             with redirect_stdout(out), redirect_stderr(err):
                 found = kvhub.cli.run([str(argument) for argument in arguments])
         assert found == code, (found, out.getvalue(), err.getvalue())

@@ -1,0 +1,153 @@
+"""Import and export. An imported mapper is a draft without evidence until `kvhub eval` measures it here."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+
+from kvhub import __version__
+from kvhub.artifact.manifest import Calibration, FitScores, Manifest
+from kvhub.artifact.open import open_tensors
+from kvhub.artifact.read import verify_artifact
+from kvhub.artifact.write import write_artifact
+from kvhub.catalog import register
+from kvhub.errors import AccessDenied, BadInput, Incompatible, NotFound
+from kvhub.hub.store import exclusive
+from kvhub.interop import kvtransfer, semantic_router, veloxquant
+from kvhub.interop.dense import Dense, from_artifact
+from kvhub.model.identity import ModelIdentity
+from kvhub.model.pair import check_pair
+from kvhub.settings import Settings
+
+LAYOUTS: Mapping[str, ModuleType] = {
+    module.NAME: module for module in (semantic_router, kvtransfer, veloxquant)
+}
+
+
+def recognise(directory: Path) -> str:
+    """Which layout a directory has. Errors: `NotFound`, `BadInput`."""
+    if not directory.is_dir():
+        raise NotFound(f"no such directory: {directory}")
+    for name, module in LAYOUTS.items():
+        if module.matches(directory):
+            return name
+    raise BadInput(f"{directory} has none of the layouts {', '.join(LAYOUTS)}", "--layout names one")
+
+
+def import_mapper(
+    directory: Path,
+    source: ModelIdentity,
+    target: ModelIdentity,
+    *,
+    layout: str | None = None,
+    settings: Settings | None = None,
+) -> tuple[Path, Manifest]:
+    """A foreign mapper as one of ours, registered as a draft.
+
+    source, target: the live models that it was fitted on; none of these layouts says enough to know
+    them. Whatever it claims of its quality is not taken over.
+    Errors: `BadInput`, `Corrupt`, `Incompatible`, `NotFound`, `AccessDenied`.
+    """
+    settings = settings or Settings.load()
+    check_pair(source, target)
+    name = layout or recognise(directory)
+    dense: Dense = LAYOUTS[name].read(directory, source, target)
+    dense = dense.ascending()
+    manifest = _manifest(dense, source, target, _digest(directory))
+    tensors = {}
+    for (t, side), weight in dense.weights.items():
+        tensors[f"layers.{t}.{side}.weight"] = weight
+        shape = (target.geometry.num_kv_heads, target.geometry.head_dim)
+        tensors[f"layers.{t}.{side}.bias"] = dense.biases[t, side].view(shape)
+    settings.mappers.mkdir(mode=0o700, parents=True, exist_ok=True)
+    place = settings.mappers / f".import-{manifest.calibration.digest[:16]}"
+    with exclusive(settings.mappers):
+        shutil.rmtree(place, ignore_errors=True)
+        try:
+            written = write_artifact(place, manifest, tensors)
+            final = settings.mappers / written.digest
+            if not final.exists():
+                place.rename(final)
+            register(final, written, settings)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+    return final, written
+
+
+def export_mapper(directory: Path, output: Path, layout: str, *, drop_exact_prefix: bool = False) -> Manifest:
+    """One of our artifacts in a foreign layout, in a new directory, whole or not at all.
+
+    drop_exact_prefix: no foreign layout can say that the first positions must be the target's own.
+    Errors: `Incompatible` for what the layout cannot say, `BadInput`, `Corrupt`, `AccessDenied`.
+    """
+    manifest = verify_artifact(directory, deep=True)
+    if manifest.family != "ridge":
+        raise Incompatible(f"mappers of family {manifest.family!r} have no such layout", code="family")
+    if manifest.exact_prefix and not drop_exact_prefix:
+        raise Incompatible(
+            f"the first {manifest.exact_prefix} positions must be the target's own; {layout} cannot say so",
+            "--drop-exact-prefix exports it all the same; whoever applies it must see to that",
+            code="exact_prefix",
+        )
+    written = LAYOUTS[layout].files(manifest, from_artifact(manifest, open_tensors(directory, manifest)))
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise BadInput(f"{output} exists already", "choose another directory")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        staged = Path(tempfile.mkdtemp(prefix=f".{output.name[:64]}.", dir=output.parent))
+        try:
+            for name, data in written.items():
+                (staged / name).write_bytes(data)
+            staged.chmod(0o755)
+            staged.rename(output)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+    except OSError as error:
+        raise AccessDenied(f"cannot write {output}: {error.strerror}") from None
+    return manifest
+
+
+def _manifest(dense: Dense, source: ModelIdentity, target: ModelIdentity, digest: str) -> Manifest:
+    return Manifest(
+        kvhub_version=__version__,
+        family="ridge",
+        support="full",
+        source=source,
+        target=target,
+        k=len(dense.source_layers[0]),
+        regularization=dense.strength,
+        regularization_convention="absolute-mean",
+        objective=f"imported from {dense.layout}: {dense.name or 'unnamed'} (strength in its own convention)",
+        source_layers=dense.source_layers,
+        exact_prefix=0,
+        weights_dtype="float32",
+        # Not known: the least that a manifest can say, and the digest of what was imported.
+        calibration=Calibration(
+            dataset=f"unknown (imported from {dense.layout})",
+            revision=None,
+            sequences=1,
+            length=1,
+            stride=1,
+            tokens=1,
+            rows=1,
+            digest=digest,
+        ),
+        fit_scores=FitScores(rows=1, r2_key=[], r2_value=[]),
+        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        files=[],
+    )
+
+
+def _digest(directory: Path) -> str:
+    """sha256 over the names and contents of the imported files."""
+    total = hashlib.sha256()
+    for path in sorted(directory.iterdir()):
+        if path.is_file() and not path.is_symlink():
+            with path.open("rb") as file:
+                total.update(f"{path.name}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()

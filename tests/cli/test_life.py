@@ -1,0 +1,172 @@
+"""promote, retire, alias, diff, gc, lock, pull --locked, sign, trust, doctor: as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from loopback_hub import LoopbackHub
+from support.published import publishable
+from support.stored import stored
+
+from kvhub.catalog import find
+from kvhub_registry import State
+
+REPO = "tester/mapper"
+
+
+def test_a_life_by_command(shell) -> None:  # type: ignore[no-untyped-def]
+    one, two = stored(shell.settings, 1).digest, stored(shell.settings, 2).digest
+    assert "@prod is" in shell.run("promote", one, "--as", "@prod").stdout
+    assert f"was {one[:12]}" in shell.run("alias", "prod", two[:8]).stdout
+    assert two in shell.run("info", "@prod").stdout
+    shell.run("retire", "@prod", code=2)
+    done = shell.run("retire", "@prod", "--why", "slower")
+    assert "still named @prod" in done.stderr
+    assert "retired: slower" in shell.run("info", two).stdout
+    listed = json.loads(shell.run("alias", "--format", "json").stdout)
+    assert [(row["alias"], row["state"]) for row in listed] == [("@prod", "retired")]
+    assert "kept" in shell.run("gc").stderr
+    shell.run("alias", "--remove", "prod")
+    shell.run("info", "@prod", code=3)
+    assert json.loads(shell.run("gc", "--dry-run", "--format", "json").stdout)["size"] > 0
+    assert find(two, shell.settings).state is State.RETIRED
+    assert two[:12] in shell.run("gc").stdout
+    shell.run("info", two, code=3)
+    for wrong in (
+        ("alias", "prod"),
+        ("alias", "--remove"),
+        ("alias", "facade", one),
+        ("alias", "a", one, "--remove"),
+    ):
+        shell.run(*wrong, code=2)
+
+
+def test_diff(shell) -> None:  # type: ignore[no-untyped-def]
+    one, two = stored(shell.settings, 1).digest, stored(shell.settings, 2, top1=0.85).digest
+    out = shell.run("diff", one, two).stdout
+    assert "2026-11-29T12:00:01Z" in out
+    assert "0.9500 [0.9400, 0.9600]" in out
+    found = json.loads(shell.run("diff", one, two, "--format", "json").stdout)
+    better = {(s["domain"], s["metric"]): s["better"] for s in found["scores"]}
+    assert (better["all", "top1"], better["all", "kl"]) == ("A", "same")
+    assert [s["name"] for s in found["settings"] if not s["same"]] == ["created"]
+    assert found["layers"] == []
+
+
+def test_a_lock_gives_the_same_bytes_elsewhere_and_offline(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    manifest = publishable(tmp_path / "made")
+    shell.run("push", tmp_path / "made", REPO)
+    shell.run("pull", REPO)
+    shell.run("alias", "prod", REPO)
+    lock = tmp_path / "kvhub.lock"
+    shell.run("lock", "@prod", "-o", lock)
+    entry = json.loads(lock.read_text())["mappers"][0]
+    assert (entry["digest"], entry["repo"], entry["aliases"]) == (manifest.digest, REPO, ["prod"])
+    assert entry["commit"] == hub.store.repos[REPO].head.sha
+    # the repository moves on; the lock does not
+    publishable(tmp_path / "newer", seed=9)
+    shell.run("push", tmp_path / "newer", REPO)
+    other = type(shell)(shell.environment | {"KVHUB_HOME": str(tmp_path / "home2")})
+    for more in ({}, {"HF_HUB_OFFLINE": "1"}):
+        pulled = other.run("pull", "--locked", "--lock", lock, **more).stdout
+        assert pulled.startswith(manifest.digest)
+        assert " ready " in pulled
+    assert find("@prod", other.settings).digest == manifest.digest
+    empty = type(shell)(shell.environment | {"KVHUB_HOME": str(tmp_path / "home3")})
+    empty.run("pull", "--locked", "--lock", lock, code=5, HF_HUB_OFFLINE="1")
+    entry["digest"] = "0" * 64
+    lock.write_text(json.dumps({"version": 1, "mappers": [entry]}))
+    assert "holds mapper" in empty.run("pull", "--locked", "--lock", lock, code=6).stderr
+    assert not list((tmp_path / "home3" / "mappers").glob("[0-9a-f]*"))
+    for text in ("{", '{"version": 2, "mappers": []}', '{"version": 1, "mappers": [{"digest": "x"}]}'):
+        lock.write_text(text)
+        empty.run("pull", "--locked", "--lock", lock, code=7 if "2" in text else 6)
+    empty.run("pull", "--locked", "--lock", tmp_path / "absent", code=3)
+    empty.run("pull", code=2)
+    empty.run("pull", REPO, "--locked", code=2)
+
+
+def test_lock_needs_the_hub(shell) -> None:  # type: ignore[no-untyped-def]
+    digest = stored(shell.settings).digest
+    assert "kvhub push" in shell.run("lock", digest, code=2).stderr
+    shell.run("lock", code=2)
+
+
+def test_what_is_here_works_offline(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    manifest = publishable(tmp_path / "made")
+    shell.run("push", tmp_path / "made", REPO, "--tag", "v1")
+    shell.run("pull", f"{REPO}@v1")
+    commit = hub.store.repos[REPO].tags["v1"]
+    for reference in (f"{REPO}@v1", f"{REPO}@{commit}", f"{REPO}@{commit[:8]}", REPO):
+        assert manifest.digest in shell.run("pull", reference, HF_HUB_OFFLINE="1").stdout
+    shell.run("pull", f"{REPO}@v2", code=5, HF_HUB_OFFLINE="1")
+    shutil.rmtree(shell.settings.mappers / manifest.digest)
+    shell.run("pull", REPO, code=5, HF_HUB_OFFLINE="1")
+
+
+def test_a_proposal(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    publishable(tmp_path / "old")
+    manifest = publishable(tmp_path / "new", seed=4)
+    shell.run("push", tmp_path / "old", REPO)
+    head = hub.store.repos[REPO].head.sha
+    out = shell.run("push", tmp_path / "new", REPO, "--create-pr").stdout
+    assert out.splitlines()[1] == f"{hub.url}/{REPO}/discussions/1"
+    repo = hub.store.repos[REPO]
+    assert repo.head.sha == head
+    assert manifest.digest in shell.run("pull", f"{REPO}@refs/pr/1").stdout
+    shell.run("push", tmp_path / "new", "tester/absent", "--create-pr", code=3)
+    shell.run("push", tmp_path / "new", REPO, "--create-pr", "--tag", "v1", code=2)
+
+
+def test_a_mapper_that_fails_the_gate_is_not_pushed(shell, hub: LoopbackHub) -> None:  # type: ignore[no-untyped-def]
+    digest = stored(shell.settings, top1=0.5).digest
+    assert "does not pass the gate" in shell.run("push", digest, REPO, code=7).stderr
+    assert hub.store.repos == {}
+    shell.run("push", digest, REPO, "--allow-unevaluated")
+    repo = hub.store.repos[REPO]
+    assert "does not pass kvhub's gate" in hub.store.blob(repo.head.tree["README.md"]).read_text()
+
+
+def test_signatures_travel(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("cryptography")
+    digest = stored(shell.settings).digest
+    key = tmp_path / "key.pem"
+    public = shell.run("sign", "--new-key", key).stdout.split()[-1]
+    shell.run("push", digest, "tester/unsigned")
+    shell.run("sign", digest, "--key", key)
+    assert "validly signed by a key" in shell.run("verify", digest).stdout
+    shell.run("push", digest, REPO)
+    other = type(shell)(shell.environment | {"KVHUB_HOME": str(tmp_path / "home2")})
+    other.run("trust", "our team", public, "--require")
+    assert "signed by our team" not in other.run("pull", "tester/unsigned", code=7).stderr
+    assert list((tmp_path / "home2" / "mappers").glob("[0-9a-f]*")) == []
+    other.run("pull", REPO)
+    assert "signed by our team" in other.run("verify", REPO).stdout
+    other.run("trust", "our team", "--remove")
+    other.run("verify", REPO, code=7)
+    other.run("trust", "x", "not a key", code=2)
+
+
+def test_doctor(shell) -> None:  # type: ignore[no-untyped-def]
+    digest = stored(shell.settings).digest
+    found = {item["check"]: item for item in json.loads(shell.run("doctor", "--format", "json").stdout)}
+    assert found["registry"]["found"] == "SQLite, 1 mappers, consistent"
+    assert found["hub"]["result"] == "warns"  # offline
+    assert found["mappers"]["result"] == "ok"
+    (shell.settings.mappers / digest / "model.safetensors").unlink()
+    (shell.settings.mappers / ".removed-x").mkdir()
+    table = shell.run("doctor", "--no-hub", code=1).stdout
+    assert "ready but damaged" in table
+    assert "kvhub gc" in table
+    shell.settings.home.joinpath("registry.db").write_bytes(b"garbage" * 1000)
+    assert "damaged" in shell.run("doctor", "--no-hub", code=1).stdout
+
+
+def test_doctor_asks_the_hub(shell, hub: LoopbackHub) -> None:  # type: ignore[no-untyped-def]
+    found = {item["check"]: item for item in json.loads(shell.run("doctor", "--format", "json").stdout)}
+    assert found["hub"]["found"].endswith("logged in as tester")
+    wrong = json.loads(shell.run("doctor", "--format", "json", code=1, HF_TOKEN="hf_wrong").stdout)
+    assert [item["result"] for item in wrong if item["check"] == "hub"] == ["FAILS"]
