@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvhub_kernels.fused import affine_kernel, gather_kernel
-from kvhub_kernels.tiles import TABLE, Tile
+from kvhub_kernels.tiles import ANY, TABLE, Tile
 
 CAPABILITIES = (80, 90, 100)
 
@@ -31,6 +31,8 @@ class Resources:
     """Static and dynamic, a program."""
     spills: int
     """Local memory a thread: spilled registers and stack."""
+    spilled_in_loop: int
+    """Accesses to local memory between the first and the last matrix instruction."""
     instructions: str
     """The matrix instructions found in the machine code."""
 
@@ -38,28 +40,35 @@ class Resources:
 def compile_all(capabilities: tuple[int, ...] = CAPABILITIES) -> Iterator[Resources]:
     """Every kernel variant that is shipped, for each GPU generation."""
     for capability in capabilities:
-        yield _compile(
-            gather_kernel,
-            "bfloat16",
-            capability,
-            signature="*i64 *i64 *fp32 *fp32 *i32 *bf16 i32 i32 i32 i32 i32 fp32",
-            constants={
-                "ROWS": triton.language.bfloat16,
-                "HEADS": 8,
-                "HEAD_DIM": 128,
-                "HALF": 64,
-                "INTERLEAVED": False,
-                "PAGE": 1,
-                "BLOCK_TOKENS": 16,
-                "BLOCK_PAIRS": 64,
-            },
-            warps=4,
-            stages=3,
-        )
-        for (support, most), tile in TABLE.items():
-            for int8 in (False, True):
-                name = f"{support}, {'int8' if int8 else 'bfloat16'}, T <= {most}"
+        yield compile_gather(capability)
+        known = 90 if capability >= 90 else 80
+        for (least, support, most), tile in TABLE.items():
+            for int8 in (False, True) if least == known else ():
+                long = "any" if most == ANY else f"<= {most}"
+                name = f"{support}, {'int8' if int8 else 'bfloat16'}, tokens {long}"
                 yield compile_affine(support, tile, capability, int8=int8, name=name)
+
+
+def compile_gather(capability: int) -> Resources:
+    """The gather for 8 heads of 128."""
+    return _compile(
+        gather_kernel,
+        "bfloat16",
+        capability,
+        signature="*i64 *i64 *fp32 *fp32 *i32 *bf16 i32 i32 i32 i32 i32 fp32",
+        constants={
+            "ROWS": triton.language.bfloat16,
+            "HEADS": 8,
+            "HEAD_DIM": 128,
+            "HALF": 64,
+            "INTERLEAVED": False,
+            "PAGE": 1,
+            "BLOCK_TOKENS": 16,
+            "BLOCK_PAIRS": 64,
+        },
+        warps=4,
+        stages=3,
+    )
 
 
 def compile_affine(support: str, tile: Tile, capability: int, *, int8: bool, name: str) -> Resources:
@@ -70,7 +79,7 @@ def compile_affine(support: str, tile: Tile, capability: int, *, int8: bool, nam
         affine_kernel,
         name,
         capability,
-        signature=f"*bf16 {weight} *fp32 *fp32 *fp32 *fp32 *i32 *i32 *i64 *i64 *i32 i32 i32 i32 i32 i32 i32",
+        signature=f"*bf16 {weight} *fp32 *fp32 *fp32 *fp32 *i32 *i64 *i32 *i64 *i64 *i32 i32 i32 i32 i32 i32 i32",
         constants={
             "POOL": triton.language.bfloat16,
             "GROUPS": groups,
@@ -81,6 +90,7 @@ def compile_affine(support: str, tile: Tile, capability: int, *, int8: bool, nam
             "HALF": 64,
             "INTERLEAVED": False,
             "PAGE": 1,
+            "WORDS": True,
             "INT8": int8,
             "WIDE": False,
             "BLOCK_TOKENS": tile.tokens,
@@ -114,6 +124,8 @@ def _compile(
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage, code = _inspect(built.asm["cubin"])
+    products = [index for index, name in enumerate(code) if _is_product(name)] or [0]
+    first, last = products[0], products[-1]
     return Resources(
         kernel=kernel.fn.__name__,
         variant=variant,
@@ -121,11 +133,17 @@ def _compile(
         registers=int(usage["REG"]),
         shared=int(usage["SHARED"]) + int(built.metadata.shared),
         spills=int(usage["LOCAL"]) + int(usage["STACK"]),
-        instructions=" ".join(sorted({op for op in ("HMMA", "HGMMA", "UTCHMMA") if f" {op}" in code})),
+        spilled_in_loop=sum(name.startswith(("LDL", "STL")) for name in code[first:last]),
+        instructions=" ".join(sorted({name.split(".")[0] for name in code if _is_product(name)})),
     )
 
 
-def _inspect(cubin: bytes) -> tuple[dict[str, str], str]:
+def _is_product(instruction: str) -> bool:
+    return instruction.startswith(("HMMA", "HGMMA", "UTCHMMA"))
+
+
+def _inspect(cubin: bytes) -> tuple[dict[str, str], list[str]]:
+    """Resource usage, and the names of the instructions in order."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -136,4 +154,6 @@ def _inspect(cubin: bytes) -> tuple[dict[str, str], str]:
                 [str(tool), flag, str(path)], capture_output=True, text=True, check=True
             ).stdout
 
-        return dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", run("-res-usage"))), run("-sass")
+        usage = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", run("-res-usage")))
+        names = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", run("-sass"))
+        return usage, names

@@ -94,6 +94,7 @@ def affine_kernel(
     cos_ptr,  # float32 [all tokens, HALF]
     sin_ptr,
     places_ptr,  # int32 [target layers, K]: which used layer
+    words_ptr,  # int64 [target layers]: the same for K <= 8, a byte each, lowest first
     layers_ptr,  # int32 [count]: target layers to map
     pool_ptr,  # int64 [target layers, 2]: addresses of the layers' keys and values
     slots_ptr,  # int64 [pages]
@@ -113,6 +114,7 @@ def affine_kernel(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
+    WORDS: tl.constexpr,
     INT8: tl.constexpr,
     WIDE: tl.constexpr,  # multiply in float32: the interpreter's product does not know bfloat16
     BLOCK_TOKENS: tl.constexpr,
@@ -139,6 +141,8 @@ def affine_kernel(
         row_inside = row < tokens
         pair_inside = pair < PAIRS
         deep = tl.arange(0, BLOCK_DEPTH)
+        # In a register: a load in the loop would have to be waited for before the operands' addresses.
+        word = tl.load(words_ptr + layer)
 
         matrix = ((layer * 2 + side) * GROUPS + group).to(tl.int64)
         weights = weight_ptr + matrix * (2 * DEPTH * PAIRS) + pair[None, :]
@@ -149,7 +153,7 @@ def affine_kernel(
         acc2 = tl.zeros((BLOCK_TOKENS, BLOCK_PAIRS), tl.float32)
         for step in range(K * STEPS):
             i, inner = step // STEPS, (step % STEPS) * BLOCK_DEPTH + deep
-            place = tl.load(places_ptr + layer * K + i)
+            place = (word >> (8 * i)) & 255 if WORDS else tl.load(places_ptr + layer * K + i)
             x = inputs + (side * used + place) * plane + inner[None, :]
             w = weights + (i * WIDTH + inner)[:, None] * PAIRS
             if EVEN:
@@ -160,10 +164,10 @@ def affine_kernel(
                 keep = (inner < WIDTH)[:, None] & pair_inside[None, :]
                 w1 = tl.load(w, mask=keep, other=0)
                 w2 = tl.load(w + DEPTH * PAIRS, mask=keep, other=0)
-            if INT8:
-                w1, w2 = w1.to(a.dtype), w2.to(a.dtype)
             if WIDE:
                 a, w1, w2 = a.to(tl.float32), w1.to(tl.float32), w2.to(tl.float32)
+            elif INT8:
+                w1, w2 = w1.to(a.dtype), w2.to(a.dtype)
             acc1 = tl.dot(a, w1, acc1, input_precision="ieee")
             acc2 = tl.dot(a, w2, acc2, input_precision="ieee")
 

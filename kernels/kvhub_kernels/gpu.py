@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -58,7 +58,13 @@ class TritonApplier:
         self._dummy = torch.zeros(1, dtype=torch.int64, device=self.device)
         place = {layer: index for index, layer in enumerate(self.plan.used)}
         self._used = self._ints(self.plan.used)
-        self._places = self._ints([place[layer] for chosen in self.plan.source_layers for layer in chosen])
+        places = [[place[layer] for layer in chosen] for chosen in self.plan.source_layers]
+        self._places = self._ints([index for chosen in places for index in chosen])
+        self._packable = self.plan.k <= 8 and len(self.plan.used) <= 128
+        words = [sum(index << 8 * i for i, index in enumerate(chosen)) for chosen in places]
+        self._words = torch.tensor(
+            words if self._packable else [0] * len(words), dtype=torch.int64, device=self.device
+        )
         self._layers: dict[tuple[int, ...], Tensor] = {}
 
     def apply(
@@ -137,11 +143,22 @@ class TritonApplier:
     ) -> None:
         plan, packed = self.plan, self.packed
         pairs = plan.columns // 2
-        tile = tile or choose(plan.support, tokens, pairs, plan.width)
+        device = describe(self.device)
+        tile = tile or choose(
+            plan.support,
+            tokens,
+            pairs,
+            plan.width,
+            capability=device.capability,
+            shared=device.shared,
+            itemsize=self.dtype.itemsize,
+        )
+        # Two programs a multiprocessor hide each other's epilogue, where they fit.
+        resident = 2 if 2 * tile.shared(self.dtype.itemsize) < device.shared else 1
         cos, sin, _ = tables(rotate, back=False)
         count = layers.shape[0]
         tiles = 2 * count * plan.groups * triton.cdiv(tokens, tile.tokens) * triton.cdiv(pairs, tile.pairs)
-        affine_kernel[(min(tiles, _programs(self.device)) if tile.persistent else tiles,)](
+        affine_kernel[(min(tiles, resident * device.processors) if tile.persistent else tiles,)](
             x,
             packed.matrix,
             packed.bias,
@@ -149,6 +166,7 @@ class TritonApplier:
             cos,
             sin,
             self._places,
+            self._words,
             layers,
             self._addresses(target),
             self._dummy if target.slots is None else target.slots,
@@ -168,6 +186,7 @@ class TritonApplier:
             HALF=self._half,
             INTERLEAVED=self._pairing == "interleaved",
             PAGE=0 if target.slots is None else target.page_size,
+            WORDS=self._packable,
             INT8=packed.scale is not None,
             WIDE=self.device.type == "cpu",
             BLOCK_TOKENS=tile.tokens,
@@ -193,9 +212,24 @@ class TritonApplier:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
 
+class Device(NamedTuple):
+    """What a launch must know of its device."""
+
+    capability: int
+    processors: int
+    shared: int
+    """Bytes of shared memory that one program may take."""
+
+    @property
+    def name(self) -> str:
+        return f"sm_{self.capability}"
+
+
 @lru_cache
-def _programs(device: torch.device) -> int:
-    """Programs that run at once: two a multiprocessor hide each other's epilogue where they fit."""
+def describe(device: torch.device) -> Device:
+    """Of a CUDA device; the interpreter passes for a small one of the newest kind."""
     if device.type != "cuda":
-        return 3 if os.environ.get("TRITON_INTERPRET") == "1" else 1
-    return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
+        return Device(90, 3, 232448)
+    found = torch.cuda.get_device_properties(device)
+    shared = int(getattr(found, "shared_memory_per_block_optin", 101376))
+    return Device(10 * found.major + found.minor, int(found.multi_processor_count), shared)

@@ -1,4 +1,4 @@
-"""Tile shapes of the Triton kernels, by support and number of tokens: a shipped table.
+"""Tile shapes of the Triton kernels, by GPU, support and number of tokens: a shipped table.
 
 `benchmarks/gpu_apply.py --tune` measures the candidates and prints a new one.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """`pairs` columns of each accumulator (two a program), so 2 * pairs columns in all."""
+    """`pairs` columns in each of a program's two accumulators, so 2 * pairs columns in all."""
 
     tokens: int
     pairs: int
@@ -18,38 +18,60 @@ class Tile(NamedTuple):
     stages: int
     persistent: bool = True
 
+    def shared(self, itemsize: int) -> int:
+        """Bytes of shared memory that the operands in flight take."""
+        return self.stages * self.depth * (self.tokens + 2 * self.pairs) * itemsize
 
-SMALL = Tile(16, 32, 64, 4, 4)
-TABLE: dict[tuple[str, int], Tile] = {
-    ("full", 16): Tile(16, 64, 128, 4, 4),
-    ("full", 64): Tile(64, 64, 64, 4, 4),
-    ("full", 1 << 30): Tile(128, 128, 64, 8, 3),
-    ("head-local", 16): Tile(16, 64, 128, 4, 4),
-    ("head-local", 64): Tile(64, 64, 64, 4, 4),
-    ("head-local", 1 << 30): Tile(128, 64, 64, 8, 4),
+
+ANY = 1 << 30
+TABLE: dict[tuple[int, str, int], Tile] = {
+    (80, "full", 16): Tile(16, 64, 128, 4, 3),
+    (80, "full", 64): Tile(64, 32, 64, 4, 4),
+    (80, "full", ANY): Tile(128, 64, 32, 8, 4),
+    (80, "head-local", 16): Tile(16, 64, 128, 4, 3),
+    (80, "head-local", 64): Tile(64, 32, 64, 4, 4),
+    (80, "head-local", ANY): Tile(128, 64, 32, 8, 4),
+    (90, "full", 16): Tile(16, 64, 128, 4, 4),
+    (90, "full", 64): Tile(64, 64, 64, 4, 4),
+    (90, "full", ANY): Tile(128, 128, 64, 8, 3),
+    (90, "head-local", 16): Tile(16, 64, 128, 4, 4),
+    (90, "head-local", 64): Tile(64, 64, 64, 4, 4),
+    (90, "head-local", ANY): Tile(128, 64, 64, 8, 4),
 }
-"""By support and the most tokens it is meant for. Chosen from compiled resources; not measured yet."""
+"""By the least compute capability, support, and the most tokens it is meant for. Chosen from what the
+compiler reports (operands in flight, no spill inside the loop); not yet measured on a GPU.
+"""
 
 CANDIDATES = [
     Tile(tokens, pairs, depth, warps, stages, persistent)
     for tokens, pairs, depth, warps, stages in (
         (128, 128, 64, 8, 3),
-        (128, 128, 32, 8, 4),
+        (128, 128, 64, 8, 4),
+        (128, 128, 32, 8, 5),
         (128, 64, 64, 8, 4),
-        (128, 64, 64, 4, 3),
+        (128, 64, 64, 4, 4),
+        (128, 64, 128, 8, 3),
         (256, 64, 64, 8, 3),
         (64, 128, 64, 4, 4),
-        (64, 64, 64, 4, 4),
     )
     for persistent in (True, False)
 ]
+"""What tuning tries for long prompts."""
 
 
-def choose(support: str, tokens: int, pairs: int, width: int) -> Tile:
-    """The tile for `tokens` rows; never wider than what there is."""
-    limit = min(most for kind, most in TABLE if kind == support and tokens <= most)
-    tile = TABLE[support, limit]
-    return tile._replace(pairs=min(tile.pairs, _power(pairs)), depth=min(tile.depth, _power(width)))
+def choose(
+    support: str, tokens: int, pairs: int, width: int, *, capability: int, shared: int, itemsize: int
+) -> Tile:
+    """The tile for `tokens` rows on a GPU with `shared` bytes a program; no wider than what there is."""
+    known = 90 if capability >= 90 else 80
+    most = min(limit for least, kind, limit in TABLE if (least, kind) == (known, support) and tokens <= limit)
+    tile = TABLE[known, support, most]
+    tile = tile._replace(pairs=min(tile.pairs, _power(pairs)), depth=min(tile.depth, _power(width)))
+    while tile.shared(itemsize) > shared - 4096 and tile.stages > 1:
+        tile = tile._replace(stages=tile.stages - 1)
+    while tile.shared(itemsize) > shared - 4096 and tile.depth > 16:
+        tile = tile._replace(depth=tile.depth // 2)
+    return tile
 
 
 def _power(value: int) -> int:

@@ -121,9 +121,15 @@ def _slots(case: Case, generator: torch.Generator, *, repeated: bool) -> tuple[i
     return slots, chosen
 
 
-def check(problem: Problem, *, rounded: torch.dtype | None, layers: range | None = None) -> None:
+def check(
+    problem: Problem,
+    *,
+    rounded: torch.dtype | None,
+    layers: range | None = None,
+    tolerance: float | None = None,
+) -> None:
     """The pool holds what the definition says in every layer, and nothing else was touched."""
-    tolerance = max(TOLERANCE[problem.case.pool], TOLERANCE[rounded or torch.float32])
+    tolerance = tolerance or max(TOLERANCE[problem.case.pool], TOLERANCE[rounded or torch.float32])
     target = problem.target
     where = slice(0, target.tokens) if target.slots is None else target.slots
     for layer in layers or range(problem.plan.layers):

@@ -1,0 +1,35 @@
+"""The kernels compile for real GPUs, and the machine code is what they were written for."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvhub_kernels.compiled import compile_affine, compile_gather
+from kvhub_kernels.tiles import ANY, TABLE
+
+INSTRUCTION = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+
+
+@pytest.mark.parametrize("capability", INSTRUCTION)
+@pytest.mark.parametrize("support", ["full", "head-local"])
+def test_long_prompts(capability, support, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tile = TABLE[90 if capability >= 90 else 80, support, ANY]
+    found = compile_affine(support, tile, capability, int8=False, name=support)
+    assert found.instructions == INSTRUCTION[capability]
+    assert found.spilled_in_loop == 0
+    # Operands of all stages but the one in use are in flight: the loads were pipelined.
+    assert found.shared >= tile.shared(2) * (tile.stages - 1) // tile.stages
+    assert found.shared <= 232448
+
+
+def test_gather(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = compile_gather(90)
+    assert found.spills == 0 and found.registers <= 64 and found.instructions == ""
+
+
+def test_int8(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = compile_affine("full", TABLE[90, "full", ANY], 90, int8=True, name="int8")
+    assert found.instructions == "HGMMA"

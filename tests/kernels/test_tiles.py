@@ -1,0 +1,28 @@
+"""The shipped table fits every GPU it may meet."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvhub_kernels.tiles import TABLE, choose
+
+
+@pytest.mark.parametrize(
+    "capability, shared", [(80, 166912), (86, 101376), (90, 232448), (100, 232448), (120, 101376)]
+)
+def test_every_choice_fits(capability, shared):
+    for support, tokens, pairs, width, itemsize in itertools.product(
+        ("full", "head-local"), (1, 16, 17, 64, 65, 4096), (8, 40, 64, 512), (16, 80, 128, 2048), (2, 4)
+    ):
+        tile = choose(support, tokens, pairs, width, capability=capability, shared=shared, itemsize=itemsize)
+        assert tile.shared(itemsize) < shared
+        assert tile.pairs >= 16 and tile.tokens >= 16 and tile.depth >= 16
+        assert all(side & (side - 1) == 0 for side in tile[:4])
+        assert tile.tokens <= 256  # the gather leaves room for whole tiles of up to so many
+
+
+def test_the_table_covers_any_number_of_tokens():
+    for least, support in itertools.product((80, 90), ("full", "head-local")):
+        assert max(most for known, kind, most in TABLE if (known, kind) == (least, support)) >= 1 << 20
