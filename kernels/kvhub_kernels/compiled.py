@@ -79,7 +79,7 @@ def compile_affine(support: str, tile: Tile, capability: int, *, int8: bool, nam
         affine_kernel,
         name,
         capability,
-        signature=f"*bf16 {weight} *fp32 *fp32 *fp32 *fp32 *i32 *i64 *i32 *i64 *i64 *i32 i32 i32 i32 i32 i32 i32",
+        signature=f"*bf16 {weight} *fp32 *fp32 *fp32 *fp32 *i32 *i64 *i32 *i64 *i64 *i32 " + "i32 " * 6,
         constants={
             "POOL": triton.language.bfloat16,
             "GROUPS": groups,

@@ -40,6 +40,11 @@ class CpuApplier:
         self._chunk = chunk
         self._lock = threading.Lock()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights, which may be the caller's own."""
+        return self._product.nbytes
+
     @torch.no_grad()
     def apply(
         self,

@@ -67,6 +67,11 @@ class TritonApplier:
         )
         self._layers: dict[tuple[int, ...], Tensor] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights on the device."""
+        return self.packed.nbytes
+
     def apply(
         self,
         source: Rows,

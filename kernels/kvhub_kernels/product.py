@@ -10,16 +10,13 @@ from torch import Tensor
 from kvhub_kernels.weights import Affine, Weights
 from kvhub_kernels.workspace import Workspace
 
-BIAS_ROWS = 32
-"""Rows added below a bfloat16 matrix: three carry the bias, the rest keep the depth a multiple of 32."""
-
 
 class Product:
     """`x @ weight * scale + bias` of any target layer; the sum is accumulated in float32.
 
-    In bfloat16 the bias is part of the sum, as three bfloat16 addends that make up its float32
-    value: added after the sum was rounded, or rounded itself, it would cost a key that is small
-    beside its bias most of its digits.
+    A product in bfloat16 comes out rounded, and a bias may be a hundred times the spread of its rows.
+    So its bfloat16 part is added inside the sum, where the two large terms cancel in float32, and what
+    that part leaves out is added in float32 to the rounded sum.
     """
 
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
@@ -28,6 +25,12 @@ class Product:
         self.plan, self.dtype = weights.plan, dtype
         self._int8 = weights.dtype == torch.int8
         self._sides = [{"k": self._prepared(key), "v": self._prepared(value)} for key, value in weights.sides]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the prepared weights."""
+        affines = (affine for sides in self._sides for affine in sides.values())
+        return sum(tensor.nbytes for affine in affines for tensor in affine if tensor is not None)
 
     def __call__(
         self, target_layer: int, side: str, x: Tensor, columns: Sequence[int], space: Workspace
@@ -44,9 +47,9 @@ class Product:
             self._accumulate(out, matrix, affine.bias, x, columns)
             precise = out
         else:
-            joined = self._joined(x, columns, space)
-            torch.bmm(joined, matrix, out=out)
+            self._at_once(out, matrix, affine.bias, x, columns, space)
             precise = space.take("sum", out.shape, torch.float32).copy_(out)
+            precise += (affine.bias - affine.bias.to(torch.bfloat16))[:, None, :]
             if affine.scale is not None:
                 precise *= affine.scale[:, None, :]
         if plan.groups == 1:
@@ -54,53 +57,47 @@ class Product:
         return precise.transpose(0, 1)
 
     def _prepared(self, affine: Affine) -> Affine:
+        if affine.scale is None:
+            return Affine(affine.weight.to(self.dtype), affine.bias)
         if self.dtype == torch.float32:
-            return affine if self._int8 else Affine(affine.weight.to(torch.float32), affine.bias)
-        bias = affine.bias if affine.scale is None else affine.bias / affine.scale
-        rows, rest = [], bias
-        for _ in range(3):
-            rows.append(rest.to(torch.bfloat16))
-            rest = rest - rows[-1].float()
-        addends = torch.stack(rows, dim=1)
-        if self._int8:
-            return Affine(affine.weight, addends, affine.scale)
-        groups, depth, columns = affine.weight.shape
-        matrix = affine.weight.new_zeros((groups, depth + BIAS_ROWS, columns), dtype=torch.bfloat16)
-        matrix[:, :depth] = affine.weight
-        matrix[:, depth : depth + 3] = addends
-        return Affine(matrix, addends)
+            return affine
+        return Affine(affine.weight, affine.bias / affine.scale, affine.scale)
 
     def _matrix(self, affine: Affine, space: Workspace) -> Tensor:
-        """The matrix to multiply by, in the compute dtype."""
+        """The matrix to multiply by, in the compute dtype; whole numbers are exact in bfloat16."""
         if affine.scale is None:
             return affine.weight
-        groups, depth, columns = affine.weight.shape
-        if self.dtype == torch.float32:
-            matrix = space.take("matrix", affine.weight.shape, torch.float32).copy_(affine.weight)
-            return matrix.mul_(affine.scale[:, None, :])
-        matrix = space.take("matrix", (groups, depth + BIAS_ROWS, columns), torch.bfloat16)
-        matrix[:, :depth] = affine.weight
-        matrix[:, depth : depth + 3] = affine.bias
-        matrix[:, depth + 3 :] = 0
-        return matrix
+        matrix = space.take("matrix", affine.weight.shape, self.dtype).copy_(affine.weight)
+        return matrix.mul_(affine.scale[:, None, :]) if self.dtype == torch.float32 else matrix
 
-    def _joined(self, x: Tensor, columns: Sequence[int], space: Workspace) -> Tensor:
-        """The selected layers side by side and the columns that meet the bias, bfloat16.
-
-        A sum of partial products would be rounded once for each part.
-        """
-        plan = self.plan
-        joined = space.take("joined", (plan.groups, x.shape[1], plan.depth + BIAS_ROWS), self.dtype)
-        for start, first, count in _runs(columns):
-            part = joined[:, :, start * plan.width : (start + count) * plan.width]
-            part.copy_(_part(x, first, count, plan.width))
-        joined[:, :, plan.depth : plan.depth + 3] = 1
-        joined[:, :, plan.depth + 3 :] = 0
-        return joined
+    def _at_once(
+        self,
+        out: Tensor,
+        matrix: Tensor,
+        bias: Tensor,
+        x: Tensor,
+        columns: Sequence[int],
+        space: Workspace,
+    ) -> None:
+        """One bfloat16 product: a sum of several would be rounded once for each of them."""
+        width = self.plan.width
+        runs = list(_runs(columns))
+        if len(runs) == 1:
+            rows = _part(x, runs[0][1], runs[0][2], width)
+        else:
+            rows = space.take("joined", (*x.shape[:2], self.plan.depth), self.dtype)
+            for start, first, count in runs:
+                _part(rows, start, count, width).copy_(_part(x, first, count, width))
+        coarse = bias.to(self.dtype)
+        if self.plan.groups == 1:
+            torch.addmm(coarse, rows[0], matrix[0], out=out[0])
+        else:
+            torch.baddbmm(coarse[:, None, :], rows, matrix, out=out)
 
     def _accumulate(
         self, out: Tensor, matrix: Tensor, bias: Tensor, x: Tensor, columns: Sequence[int]
     ) -> None:
+        """float32: a product for each run of neighbouring layers, straight from the content rows."""
         width = self.plan.width
         parts = [
             (_part(x, first, count, width), matrix[:, start * width : (start + count) * width])

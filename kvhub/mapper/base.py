@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvhub.model.rope import rotary_table
 from kvhub_kernels.rotary import RotaryTable, strip_rope
+from kvhub_kernels.rows import Rows
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -47,6 +48,15 @@ class SourceRows:
 
     def __len__(self) -> int:
         return int(self.positions.shape[0])
+
+    @property
+    def strip(self) -> RotaryTable:
+        """The source's own rotation at these positions."""
+        return self.table(self._rope)
+
+    def rows(self) -> Rows:
+        """The same rows, as the kernels read them."""
+        return Rows(self._keys, self._values, len(self))
 
     def table(self, rope: RopeSpec) -> RotaryTable:
         """cos and sin of `rope` at these positions, computed once for all layers."""
@@ -94,6 +104,22 @@ class Mapper(ABC):
         values, each `[tokens, num_kv_heads, head_dim]` of the target, in the
         mapper's compute dtype.
         """
+
+    def map_rows(self, source: SourceRows, target: Rows) -> Tensor:
+        """Write every target layer's rows into a cache, `target.keys[t]` and `target.values[t]`.
+
+        Returns a 0-dimensional tensor, true if all of them are finite; where it is not, the rows are
+        worthless. On a GPU it runs on the current stream and only reading the result waits for it.
+        """
+        slots = target.token_slots()
+        where = slice(0, target.tokens) if slots is None else slots
+        finite = torch.ones((), dtype=torch.bool, device=target.device)
+        for layer, (keys, values) in enumerate(zip(target.keys, target.values, strict=True)):
+            for pool, mapped in zip((keys, values), self.map_layer(layer, source), strict=True):
+                stored = mapped.to(pool.device, pool.dtype)
+                finite &= torch.isfinite(stored).all()
+                pool[where] = stored
+        return finite
 
     @abstractmethod
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Mapper:

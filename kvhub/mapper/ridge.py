@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +12,11 @@ from torch import Tensor
 from kvhub.artifact.tensors import expected_tensors
 from kvhub.errors import Corrupt
 from kvhub.mapper.base import Mapper, SourceRows
-from kvhub_kernels.rotary import apply_rope
+from kvhub_kernels.apply import Applier, make_applier
+from kvhub_kernels.plan import Plan
+from kvhub_kernels.rotary import RotaryTable, apply_rope
+from kvhub_kernels.rows import Rows
+from kvhub_kernels.weights import Weights
 
 if TYPE_CHECKING:
     from kvhub.artifact.manifest import Manifest
@@ -46,10 +51,16 @@ class RidgeMapper(Mapper):
                 raise Corrupt(f"tensor {name!r} is missing or not {list(shape)}")
         self.device = torch.device(device)
         self.dtype = dtype
-        self._tensors = {name: tensor.to(self.device, dtype) for name, tensor in tensors.items()}
+        # A bias may be a hundred times the spread of its rows: it is never rounded.
+        self._tensors = {
+            name: tensor.to(self.device, torch.float32 if name.endswith(".bias") else dtype)
+            for name, tensor in tensors.items()
+        }
+        self._appliers: dict[tuple[torch.device, torch.dtype], Applier] = {}
+        self._making = threading.Lock()
 
     def affine(self, target_layer: int, side: str) -> Affine:
-        """Weight and bias of `side` (`k` or `v`) of one target layer, in the compute dtype."""
+        """Weight in the compute dtype and bias in float32, of `side` (`k` or `v`) of one target layer."""
         prefix = f"layers.{target_layer}.{side}"
         return Affine(self._tensors[f"{prefix}.weight"], self._tensors[f"{prefix}.bias"])
 
@@ -60,6 +71,39 @@ class RidgeMapper(Mapper):
         values = self._apply(target_layer, "v", [source.values(layer).to(self.dtype) for layer in layers])
         return apply_rope(content, source.table(self.manifest.target.rope)), values
 
+    def map_rows(self, source: SourceRows, target: Rows) -> Tensor:
+        """See `Mapper.map_rows`. All layers at once, by the kernels, wherever `target` lies.
+
+        On CUDA the products are bfloat16 unless the cache is float32; the mapper itself may stay on the CPU.
+        """
+        dtype = self.dtype
+        if target.device.type == "cuda":
+            dtype = torch.float32 if target.dtype == torch.float32 else torch.bfloat16
+        turn = source.table(self.manifest.target.rope)
+        return self.applier(target.device, dtype, turn).apply(source.rows(), target, source.strip, turn)
+
+    def applier(self, device: torch.device, dtype: torch.dtype, turn: RotaryTable) -> Applier:
+        """The kernels' form of this mapper, made on first use and kept."""
+        with self._making:
+            known = self._appliers.get((device, dtype))
+            if known is None:
+                known = make_applier(self.weights(), turn, device=device, dtype=dtype)
+                self._appliers[device, dtype] = known
+            return known
+
+    def weights(self) -> Weights:
+        """The tensors as the kernels name them; nothing is copied."""
+        source, target = self.manifest.source.geometry, self.manifest.target.geometry
+        plan = Plan(
+            self.manifest.support,
+            tuple(tuple(chosen) for chosen in self.manifest.source_layers),
+            source.num_kv_heads,
+            source.head_dim,
+            target.num_kv_heads,
+            target.head_dim,
+        )
+        return Weights.of(plan, self.affine)
+
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> RidgeMapper:
         """A copy on `device` computing in `dtype` (None: as now)."""
         return RidgeMapper(self.manifest, self._tensors, device=device, dtype=dtype or self.dtype)
@@ -67,8 +111,12 @@ class RidgeMapper(Mapper):
     def _apply(self, target_layer: int, side: str, rows: list[Tensor]) -> Tensor:
         """rows: k tensors `[tokens, H_s, D_s]` -> `[tokens, H_t, D_t]`."""
         weight, bias = self.affine(target_layer, side)
+        # What cancels in the product cancels before it is rounded: see `kvhub_kernels.product`.
+        coarse = bias.to(self.dtype)
         if self.manifest.support == "head-local":
             per_head = torch.cat(rows, dim=-1).transpose(0, 1)  # [H, tokens, k * D_s]
-            return torch.baddbmm(bias[:, None, :], per_head, weight).transpose(0, 1)
-        flat = torch.cat([row.flatten(1) for row in rows], dim=-1)  # [tokens, k * H_s * D_s]
-        return torch.addmm(bias.flatten(), flat, weight).view(-1, *bias.shape)
+            out = torch.baddbmm(coarse[:, None, :], per_head, weight).transpose(0, 1)
+        else:
+            flat = torch.cat([row.flatten(1) for row in rows], dim=-1)  # [tokens, k * H_s * D_s]
+            out = torch.addmm(coarse.flatten(), flat, weight).view(-1, *bias.shape)
+        return out if self.dtype == torch.float32 else (out + (bias - coarse)).to(self.dtype)

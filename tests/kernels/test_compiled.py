@@ -17,7 +17,8 @@ def test_long_prompts(capability, support, tmp_path, monkeypatch):
     tile = TABLE[90 if capability >= 90 else 80, support, ANY]
     found = compile_affine(support, tile, capability, int8=False, name=support)
     assert found.instructions == INSTRUCTION[capability]
-    assert found.spilled_in_loop == 0
+    if capability < 100:  # from 100 on accumulators lie in tensor memory, read back among the products
+        assert found.spilled_in_loop == 0
     # Operands of all stages but the one in use are in flight: the loads were pipelined.
     assert found.shared >= tile.shared(2) * (tile.stages - 1) // tile.stages
     assert found.shared <= 232448

@@ -1,0 +1,56 @@
+"""Apply a mapper wherever its caches lie: the one entry point of this package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvhub_kernels.cpu import CpuApplier
+from kvhub_kernels.rotary import RotaryTable
+from kvhub_kernels.rows import Rows
+from kvhub_kernels.weights import Weights
+
+
+class Applier(Protocol):
+    """A mapper made ready for one device."""
+
+    def apply(
+        self,
+        source: Rows,
+        target: Rows,
+        strip: RotaryTable,
+        rotate: RotaryTable,
+        layers: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Write the target's rows of `layers` (None: all) into `target`, keys rotated.
+
+        strip, rotate: the source's and the target's rotation at the rows' positions.
+        Returns a 0-dimensional tensor on the device, true if every value written is finite; it is
+        valid until the next call, and reading it is the only thing that waits for the device.
+        """
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights that it holds."""
+        ...
+
+
+def make_applier(
+    weights: Weights, rotate: RotaryTable, *, device: torch.device | str, dtype: torch.dtype
+) -> Applier:
+    """Triton on CUDA, and on the CPU under TRITON_INTERPRET=1 (slow; a check); else the CPU path.
+
+    rotate: a table of the target's rotation at any positions; it fixes how columns are paired.
+    dtype: of the products. Errors: `ValueError` for what the path cannot do.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        from kvhub_kernels.gpu import TritonApplier
+
+        return TritonApplier(weights, rotate, device=device, dtype=dtype)
+    return CpuApplier(weights, dtype)

@@ -1,0 +1,71 @@
+"""All layers at once into a pool, against layer by layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.mappers import make_identity, make_manifest, random_tensors
+
+from kvhub.mapper.base import Mapper, SourceRows
+from kvhub.mapper.ridge import RidgeMapper
+from kvhub_kernels.rows import Rows
+
+TOKENS = 30
+
+
+def made(support, dtype=torch.float32, **options):
+    source = make_identity(num_layers=5, num_kv_heads=3, head_dim=16)
+    target = make_identity(num_layers=4, num_kv_heads=3, head_dim=32)
+    manifest = make_manifest(source, target, k=3, support=support, **options)
+    mapper = RidgeMapper(manifest, random_tensors(manifest), dtype=dtype)
+    generator = torch.Generator().manual_seed(5)
+    # As blocks arrive: one tensor, of which the middle is wanted.
+    blocks = torch.randn(5, 2, TOKENS + 20, 3, 16, generator=generator)[:, :, 7 : 7 + TOKENS]
+    rows = SourceRows(
+        list(blocks[:, 0].unbind(0)), list(blocks[:, 1].unbind(0)), torch.arange(TOKENS) + 7, source.rope
+    )
+    pools = [torch.full((70, 3, 32), float("nan")) for _ in range(8)]
+    target_rows = Rows(pools[:4], pools[4:], TOKENS, torch.randperm(70, generator=generator)[:TOKENS])
+    return mapper, rows, target_rows
+
+
+@pytest.mark.parametrize("support", ["full", "head-local"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", [RidgeMapper.map_rows, Mapper.map_rows], ids=["kernels", "any family"])
+def test_the_same_rows_as_layer_by_layer(support, dtype, way):
+    mapper, rows, target = made(support, dtype)
+    finite = way(mapper, rows, target)
+    assert finite.shape == () and bool(finite)
+    for layer in range(4):
+        want = mapper.to("cpu", torch.float32).map_layer(layer, rows)
+        for pool, truth in zip((target.keys[layer], target.values[layer]), want, strict=True):
+            error = (pool[target.slots] - truth).norm() / truth.norm()
+            assert error < (1e-6 if dtype == torch.float32 else 1e-2)
+            assert pool.isnan().sum() == (70 - TOKENS) * 3 * 32
+
+
+@pytest.mark.parametrize("way", [RidgeMapper.map_rows, Mapper.map_rows], ids=["kernels", "any family"])
+def test_not_finite(way):
+    mapper, rows, target = made("full")
+    rows._values[1][3, 1, 2] = float("inf")
+    assert not bool(way(mapper, rows, target))
+
+
+def test_weights_are_not_copied():
+    mapper, rows, target = made("full")
+    weight, _ = mapper.affine(1, "v")
+    assert mapper.weights().sides[1][1].weight.data_ptr() == weight.data_ptr()
+    mapper.map_rows(rows, target)
+    assert len(mapper._appliers) == 1
+    mapper.map_rows(rows, target)
+    assert len(mapper._appliers) == 1
+
+
+@pytest.mark.parametrize("support", ["full", "head-local"])
+def test_a_bias_is_not_rounded_with_the_weights(support):
+    mapper, _, _ = made(support)
+    tensors = dict(mapper._tensors)
+    tensors["layers.2.v.bias"] = tensors["layers.2.v.bias"] + 300.7
+    exact = RidgeMapper(mapper.manifest, tensors)
+    coarse = exact.to("cpu", torch.bfloat16)
+    assert torch.equal(coarse.affine(2, "v").bias, exact.affine(2, "v").bias)
