@@ -40,6 +40,7 @@ COMMANDS = {
     "export": "Write a mapper in another layout.",
     "sign": "Sign a mapper with an ed25519 key.",
     "trust": "Show or set whose mappers are taken.",
+    "ui": "Show the registry in a browser, read-only.",
     "doctor": "Check settings, disk, registry, Hub and versions.",
     "completion": "Print the script that completes commands in a shell.",
     "serve": "Serve a model with SGLang, reusing other models' caches.",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvhub import __version__
 from kvhub.errors import AccessDenied, BadInput, Corrupt, KvhubError, NotFound, Unreachable
+from kvhub.strict_json import shown
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -122,13 +123,11 @@ def explain(error: Exception, what: str, revision: str | None = None) -> KvhubEr
         )
     if _is_transport(error):
         return Unreachable(f"cannot reach the Hub for {what}", "check the network and HF_ENDPOINT")
-    return KvhubError(
-        f"the Hub client failed for {what}: {type(error).__name__}: {str(error).splitlines()[0:1]}"
-    )
+    return KvhubError(f"the Hub client failed for {what}: {type(error).__name__}: {shown(error)}")
 
 
 def _by_status(status: int, what: str, said: str | None) -> KvhubError:
-    detail = f": {said.splitlines()[0]}" if said else ""
+    detail = f": {shown(said.splitlines()[0])}" if said and said.strip() else ""
     if status == 401:
         return AccessDenied(f"the Hub does not accept the token for {what}", LOGIN)
     if status == 403:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 PARALLEL = 4
+PATIENCE = 5.0
+"""Seconds that a failed pull waits for downloads under way; what they leave is swept by the next one."""
 LIMITS = {MANIFEST: MANIFEST_LIMIT, EVIDENCE: EVIDENCE_LIMIT, SIGNATURE: SIGNATURE_LIMIT}
 """Bytes of the files that no manifest vouches for."""
 
@@ -44,6 +47,12 @@ def resolve(hub: HfApi, repo_id: str, revision: str | None) -> Remote:
     if not info.sha:
         raise NotFound(f"{repo_id} has no commit yet")
     siblings = info.siblings or []
+    for sibling in siblings:
+        known = isinstance(sibling.rfilename, str) and isinstance(sibling.blob_id, str | None)
+        if not known or type(sibling.size) not in (int, type(None)):
+            raise Corrupt(f"the Hub lists the files of {repo_id} in a form that is none")
+    if not isinstance(info.sha, str):
+        raise Corrupt(f"the Hub names no commit of {repo_id}")
     sizes = {sibling.rfilename: sibling.size for sibling in siblings}
     if MANIFEST not in sizes:
         raise NotFound(
@@ -94,13 +103,23 @@ def download_all(
                 done.put(None)
 
     # Daemons: Ctrl-C must not wait for half a gigabyte; the staging directory goes all the same.
-    for number in range(min(PARALLEL, len(names))):
-        threading.Thread(target=worker, name=f"kvhub-pull-{number}", daemon=True).start()
+    threads = [
+        threading.Thread(target=worker, name=f"kvhub-pull-{number}", daemon=True)
+        for number in range(min(PARALLEL, len(names)))
+    ]
+    for thread in threads:
+        thread.start()
     try:
         for _ in names:
             error = _next(done, staged, total, progress)
             if error is not None:
                 raise error
+    except Exception:
+        stop.set()
+        deadline = time.monotonic() + PATIENCE
+        for thread in threads:  # so that nothing is written any more when the caller cleans up
+            thread.join(max(0.0, deadline - time.monotonic()))
+        raise
     finally:
         stop.set()
 

@@ -1,0 +1,1 @@
+"""A read-only web page over the registry: matrix, search, one page a mapper."""

@@ -1,0 +1,108 @@
+"""Run a case of the corpus: a typed refusal, or the very mapper; anything else is a fault of ours."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from loopback_hub import LoopbackHub
+from support import corpus
+from support.published import publishable
+
+from kvhub.artifact.manifest import Manifest
+from kvhub.artifact.open import open_tensors
+from kvhub.artifact.read import verify_artifact
+from kvhub.errors import KvhubError
+from kvhub.hub import client
+from kvhub.hub.pull import fetch
+from kvhub.hub.push import push
+from kvhub.hub.search import search
+from kvhub.settings import Settings
+
+KINDS = ("manifest", "weights", "hub")
+REPO = "tester/mapper"
+
+
+class Fuzz:
+    """One artifact, one Hub, one home; cases leave all three as they were."""
+
+    def __init__(self, root: Path, hub: LoopbackHub) -> None:
+        self.root, self.hub = root, hub
+        self.artifact = root / "artifact"
+        self.manifest: Manifest = publishable(self.artifact)
+        self.settings = Settings(root / "home", f"sqlite:///{root}/home/registry.db", False)
+        self.hub_ready = False
+
+    def case(self, number: int) -> str:
+        """Run one; returns what became of it: `refused` or `the same`. Raises `AssertionError`."""
+        kind = KINDS[number % len(KINDS)]
+        try:
+            return getattr(self, f"_{kind}")(number)
+        except KvhubError as error:
+            assert error.message.isprintable(), (number, error.message)
+            assert len(error.message) < 1000, number
+            return "refused"
+
+    def _manifest(self, number: int) -> str:
+        path = self.artifact / "manifest.json"
+        good = path.read_bytes()
+        bad = corpus.manifest(good, number)
+        path.write_bytes(bad)
+        try:
+            found = verify_artifact(self.artifact, deep=True)
+            open_tensors(self.artifact, found)
+            # Another mapper than ours may be a sound one; then its identity is these bytes.
+            assert found.digest == hashlib.sha256(bad).hexdigest(), number
+        finally:
+            path.write_bytes(good)
+        return "the same" if bad == good else "another mapper"
+
+    def _weights(self, number: int) -> str:
+        path = self.artifact / "model.safetensors"
+        good = path.read_bytes()
+        bad = corpus.weights(good, number)
+        path.write_bytes(bad)
+        try:
+            # As a mapper would be opened whose manifest lists these very bytes: the header must hold alone.
+            open_tensors(self.artifact, self.manifest)
+            try:
+                verify_artifact(self.artifact, deep=True)
+            except KvhubError:
+                return "refused"
+            assert bad == good, number
+        finally:
+            path.write_bytes(good)
+        return "the same"
+
+    def _hub(self, number: int) -> str:
+        if not self.hub_ready:
+            push(self.artifact, REPO, settings=self.settings)
+            self.hub_ready = True
+        tree = self.hub.store.repos[REPO].head.tree
+        self.hub.faults[:] = [corpus.answer(number, {name: entry.size for name, entry in tree.items()})]
+        try:
+            if number % 5 == 0:
+                for hit in search(target="large-7b"):
+                    assert hit.repo_id == REPO, number
+                return "listed"
+            row = fetch(REPO, None, self.settings)
+            assert row.digest == self.manifest.digest, number
+        finally:
+            self.hub.faults.clear()
+        return "the same"
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """No waiting between attempts."""
+    import time
+
+    real, given = time.sleep, client.ask.__kwdefaults__["sleep"]
+    time.sleep = lambda seconds: real(min(seconds, 0.001))
+    client.ask.__kwdefaults__["sleep"] = lambda seconds: None
+    try:
+        yield
+    finally:
+        time.sleep, client.ask.__kwdefaults__["sleep"] = real, given
