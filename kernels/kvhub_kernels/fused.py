@@ -94,7 +94,7 @@ def affine_kernel(
     cos_ptr,  # float32 [all tokens, HALF]
     sin_ptr,
     places_ptr,  # int32 [target layers, K]: which used layer
-    words_ptr,  # int64 [target layers]: the same for K <= 8, a byte each, lowest first
+    words_ptr,  # int64 [target layers, 4]: the same for K <= 32, a byte each, lowest first
     layers_ptr,  # int32 [count]: target layers to map
     pool_ptr,  # int64 [target layers, 2]: addresses of the layers' keys and values
     slots_ptr,  # int64 [pages]
@@ -141,8 +141,9 @@ def affine_kernel(
         row_inside = row < tokens
         pair_inside = pair < PAIRS
         deep = tl.arange(0, BLOCK_DEPTH)
-        # In a register: a load in the loop would have to be waited for before the operands' addresses.
-        word = tl.load(words_ptr + layer)
+        # In registers: a load in the loop would have to be waited for before the operands' addresses.
+        word0, word1 = tl.load(words_ptr + layer * 4), tl.load(words_ptr + layer * 4 + 1)
+        word2, word3 = tl.load(words_ptr + layer * 4 + 2), tl.load(words_ptr + layer * 4 + 3)
 
         matrix = ((layer * 2 + side) * GROUPS + group).to(tl.int64)
         weights = weight_ptr + matrix * (2 * DEPTH * PAIRS) + pair[None, :]
@@ -153,7 +154,11 @@ def affine_kernel(
         acc2 = tl.zeros((BLOCK_TOKENS, BLOCK_PAIRS), tl.float32)
         for step in range(K * STEPS):
             i, inner = step // STEPS, (step % STEPS) * BLOCK_DEPTH + deep
-            place = (word >> (8 * i)) & 255 if WORDS else tl.load(places_ptr + layer * K + i)
+            if WORDS:
+                low, high = tl.where(i < 8, word0, word1), tl.where(i < 24, word2, word3)
+                place = (tl.where(i < 16, low, high) >> (8 * (i % 8))) & 255
+            else:
+                place = tl.load(places_ptr + layer * K + i)
             x = inputs + (side * used + place) * plane + inner[None, :]
             w = weights + (i * WIDTH + inner)[:, None] * PAIRS
             if EVEN:

@@ -60,11 +60,8 @@ class TritonApplier:
         self._used = self._ints(self.plan.used)
         places = [[place[layer] for layer in chosen] for chosen in self.plan.source_layers]
         self._places = self._ints([index for chosen in places for index in chosen])
-        self._packable = self.plan.k <= 8 and len(self.plan.used) <= 128
-        words = [sum(index << 8 * i for i, index in enumerate(chosen)) for chosen in places]
-        self._words = torch.tensor(
-            words if self._packable else [0] * len(words), dtype=torch.int64, device=self.device
-        )
+        self._packable = self.plan.k <= 32 and len(self.plan.used) <= 128
+        self._words = _packed_words(places if self._packable else [[]] * len(places)).to(self.device)
         self._layers: dict[tuple[int, ...], Tensor] = {}
 
     @property
@@ -215,6 +212,14 @@ class TritonApplier:
 
     def _ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
+
+
+def _packed_words(places: Sequence[Sequence[int]]) -> Tensor:
+    """`[layers, 4]` int64: entry i of each list in byte i % 8 of word i // 8."""
+    packed = torch.zeros((len(places), 32), dtype=torch.uint8)
+    for row, chosen in zip(packed, places, strict=True):
+        row[: len(chosen)] = torch.tensor(list(chosen), dtype=torch.uint8)
+    return packed.view(torch.int64)
 
 
 class Device(NamedTuple):

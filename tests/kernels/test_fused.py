@@ -25,7 +25,8 @@ CASES = {
     "odd sizes": Case(tokens=7, k=3, source=(4, 3, 40), target=(2, 2, 48), pairing=("half", "interleaved")),
     "odd, head-local": Case("head-local", tokens=17, k=3, source=(3, 3, 40), target=(2, 3, 48), rows=half),
     "all layers": Case(tokens=16, k=5, source=(5, 1, 80), target=(1, 2, 96), pool=half, scattered=False),
-    "more layers than a word": Case(tokens=9, k=9, source=(10, 1, 16), target=(2, 1, 32)),
+    "many layers": Case(tokens=9, k=31, source=(33, 1, 16), target=(2, 1, 32)),
+    "more layers than fit in words": Case(tokens=9, k=33, source=(34, 1, 16), target=(1, 1, 32)),
     "interleaved": Case(tokens=9, k=1, source=(2, 2, 16), target=(2, 2, 16), pairing=("interleaved",) * 2),
     "partial": Case(tokens=9, k=2, source=(3, 2, 32), target=(2, 1, 32), partial=(0.5, 0.25)),
     "partial, interleaved": Case(
