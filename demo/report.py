@@ -45,7 +45,9 @@ def show(turns: Sequence[Turn], conversations: int, drafts: Sequence[str]) -> No
     print(f"# TTFT: median of {conversations} conversations, each held with and at once again without kvhub,")
     print("# then on the same servers with the model's own cache in use.")
     if any(turn.ttft_ms > turn.ttft_ms_without for turn in turns[1:]):
-        print("# These models are so small that a prefill costs less than a handoff.")
+        print(
+            "# A handoff took longer than the prefill that it saved: these models are tiny (see benchmarks/)."
+        )
     print(f"# Agreement: of the {ANSWER} answer tokens, those a native prefill puts first too.")
 
 
