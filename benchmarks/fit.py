@@ -1,4 +1,4 @@
-"""What a fit costs beside the two forwards that it cannot do without, and its memory against the printed bound.
+"""What a fit costs beside the two forwards that it needs, and its memory against the printed bound.
 
     python -m benchmarks.fit SOURCE TARGET --text FILE [--windows 12 --length 512 --stride 2 --both]
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from kvhub.catalog import FIT_DOMAIN, explained, open_registry
 from kvhub.cli import output
 from kvhub.cli.output import Column
-from kvhub_registry import MapperRow, State
+from kvhub_registry.listing import STATES, Listed, quick_list
+
+if TYPE_CHECKING:  # SQLModel takes longer than ten thousand mappers
+    from kvhub_registry import MapperRow
 
 COLUMNS = (
     Column("digest", "DIGEST"),
@@ -56,7 +60,7 @@ FIELDS = (
 @click.option("--source", metavar="MODEL", help="Only from this model (Qwen/Qwen3-8B, or qwen3-8b).")
 @click.option("--target", metavar="MODEL", help="Only to this model.")
 @click.option("--family", help="Only this family of mapper (ridge, ...).")
-@click.option("--state", type=click.Choice([state.value for state in State]), help="Only in this state.")
+@click.option("--state", type=click.Choice(STATES), help="Only in this state.")
 @output.format_option("table", "json", "tsv", "quiet")
 def command(source: str | None, target: str | None, family: str | None, state: str | None, form: str) -> None:
     """List registered mappers.
@@ -65,22 +69,61 @@ def command(source: str | None, target: str | None, family: str | None, state: s
     advantage over the source that the mapped cache keeps ("-" where it has
     none). Both on held-out text (kvhub eval); before that, R2 is the fit's own.
     """
-    with explained(), open_registry() as registry:
-        rows = registry.list(source=source, target=target, family=family, state=state)
+    if form in ("json", "tsv"):
+        records = [record(row) for row in _rows(source, target, family, state)]
+        output.as_json(records) if form == "json" else output.tsv(FIELDS, records)
+        return
+    listed = _listed(source, target, family, state)
     if form == "quiet":
-        for row in rows:
+        for row in listed:
             click.echo(row.digest)
-    elif form == "json":
-        output.as_json([record(row) for row in rows])
-    elif form == "tsv":
-        output.tsv(FIELDS, [record(row) for row in rows])
-    elif rows:
-        output.table(COLUMNS, [_cells(row) for row in rows])
+    elif listed:
+        output.table(COLUMNS, [_cells(row) for row in listed])
     else:
         filtered = any((source, target, family, state))
         output.note(
             "no mapper matches" if filtered else "no mappers yet: kvhub fit makes one, kvhub pull fetches one"
         )
+
+
+def _rows(source: str | None, target: str | None, family: str | None, state: str | None) -> list[MapperRow]:
+    from kvhub.catalog import explained, open_registry
+
+    with explained(), open_registry() as registry:
+        return registry.list(source=source, target=target, family=family, state=state)
+
+
+def _listed(source: str | None, target: str | None, family: str | None, state: str | None) -> list[Listed]:
+    from kvhub.settings import Settings
+
+    url = Settings.load().database_url
+    if url.startswith("sqlite:///"):
+        path = Path(url.removeprefix("sqlite:///"))
+        found = quick_list(path, source=source, target=target, family=family, state=state)
+        if found is not None:
+            return found
+    return [
+        Listed(
+            digest=row.digest,
+            source=row.source.name,
+            target=row.target.name,
+            family=row.family,
+            support=row.support,
+            k=row.k,
+            regularization=row.regularization,
+            convention=row.regularization_convention,
+            dataset=row.calibration.dataset,
+            tokens=row.calibration.tokens,
+            state=row.state.value,
+            size=row.size,
+            path=row.path,
+            cosine=row.score("attention_cosine"),
+            gap=row.score("gap_recovered"),
+            r2_key=r2(row, "r2_key"),
+            r2_value=r2(row, "r2_value"),
+        )
+        for row in _rows(source, target, family, state)
+    ]
 
 
 def record(row: MapperRow) -> dict[str, object]:
@@ -119,24 +162,25 @@ def record(row: MapperRow) -> dict[str, object]:
 
 def r2(row: MapperRow, metric: str) -> float | None:
     """R2 on the evaluation's text; before an evaluation, the fit's own."""
+    from kvhub.catalog import FIT_DOMAIN
+
     value = row.score(metric)
     return row.score(metric, domain=FIT_DOMAIN) if value is None else value
 
 
-def _cells(row: MapperRow) -> dict[str, str]:
-    pair = f"{output.number(r2(row, 'r2_key'), 2)}/{output.number(r2(row, 'r2_value'), 2)}"
+def _cells(row: Listed) -> dict[str, str]:
     cells = {
         "digest": row.digest[:12],
-        "source": row.source.name,
-        "target": row.target.name,
+        "source": row.source,
+        "target": row.target,
         "family": row.family if row.support == "full" else f"{row.family} {row.support}",
         "k": str(row.k),
-        "lambda": output.strength(row.regularization, row.regularization_convention),
-        "calibration": f"{row.calibration.dataset} {output.count(row.calibration.tokens)}",
-        "cosine": output.number(row.score("attention_cosine")),
-        "r2": pair,
-        "gap": output.number(row.score("gap_recovered")),
-        "state": row.state.value if Path(row.path).is_dir() else f"{row.state.value}, files gone",
+        "lambda": output.strength(row.regularization, row.convention),
+        "calibration": f"{row.dataset} {output.count(row.tokens)}",
+        "cosine": output.number(row.cosine),
+        "r2": f"{output.number(row.r2_key, 2)}/{output.number(row.r2_value, 2)}",
+        "gap": output.number(row.gap),
+        "state": row.state if os.path.isdir(row.path) else f"{row.state}, files gone",  # noqa: PTH112 - half the time
         "size": output.size(row.size),
     }
     return {key: output.clean(value) for key, value in cells.items()}

@@ -35,6 +35,8 @@ def format_option(*formats: str) -> Callable[[Command], Command]:
 
 def clean(text: str) -> str:
     """One printable line: control and format characters replaced."""
+    if text.isprintable():  # of what is replaced nothing is; a hundred times quicker
+        return text
     return "".join(
         "\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c
         for c in text
@@ -113,8 +115,8 @@ def table(columns: Sequence[Column], rows: Sequence[Mapping[str, str]]) -> None:
 
     head = line({c.key: c.heading for c in shown})
     click.echo(click.style(head, bold=True) if _styled() else head)
-    for row in rows:
-        click.echo(line(row))
+    if rows:
+        click.echo("\n".join(line(row) for row in rows))
 
 
 def tsv(keys: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:

@@ -12,9 +12,10 @@ from sqlalchemy import Connection, Engine, inspect, text
 
 from kvhub_registry.connect import reading, where, writing
 from kvhub_registry.errors import Damaged, NotRegistered, TooNew
+from kvhub_registry.version import HEAD, VERSION_TABLE
 
-HEAD = "0002"
-VERSION_TABLE = "kvhub_schema"
+__all__ = ["HEAD", "VERSION_TABLE", "current", "ensure"]
+
 MIGRATIONS = Path(__file__).parent / "migrations"
 
 
