@@ -178,19 +178,25 @@ def _lineage(mappers: list[MapperRow], max_hops: int, allow_draft: bool) -> list
 
 
 def _dtype(rows: list[tuple[str, list[MapperRow]]], path: Path, config: dict[str, object]) -> str:
-    """What the mappers were fitted for; else float32 on a CPU, else what the config says."""
+    """What registered mappers from or to this model were fitted in; else float32 on a CPU, else the config's.
+
+    A source served in another dtype than the mapper's would never be met: its identity differs.
+    """
+    from kvhub.catalog import open_registry
     from kvhub.model.fingerprint import weights_revision
     from kvhub.serving import cpu
 
     revision = weights_revision(path)
-    for _, candidates in rows:
-        for row in candidates:
-            if row.target.revision == revision:
-                return row.target.dtype
+    named = [row for _, candidates in rows for row in candidates]
+    with open_registry() as registry:
+        for row in (*named, *registry.list()):
+            for model in (row.target, row.source):
+                if model.revision == revision:
+                    return model.dtype
     if cpu.wanted():
         return "float32"
-    named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    return named if named in ("float16", "bfloat16", "float32") else "bfloat16"
+    found = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return found if found in ("float16", "bfloat16", "float32") else "bfloat16"
 
 
 def _default_exchange(home: Path) -> Path:
