@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvhub.artifact.listing import weight_shards
 from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.tensors import Shape, expected_tensors, stored_dtype
 from kvhub.errors import Corrupt
-from kvhub.model.headers import read_header
+from kvhub.model.headers import TensorHeader, read_header
 from kvhub.strict_json import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+BLOCK = 8 << 20
+"""Bytes read at once by `check_tensors`."""
 _STORED = {"float32": "F32", "bfloat16": "BF16"}
+_EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80)}
 
 
 def open_tensors(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
@@ -42,7 +45,52 @@ def open_tensors(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
     return {name: tensors[name] for name in expected}
 
 
+def check_tensors(directory: Path, manifest: Manifest) -> None:
+    """Everything that `open_tensors` refuses, without holding the tensors: memory of one block.
+
+    Reads every byte once and needs no torch. Errors: `Corrupt`, `NotFound`, `AccessDenied`.
+    """
+    expected = expected_tensors(manifest)
+    seen: set[str] = set()
+    for file in weight_shards(manifest):
+        path = directory / file
+        if path.is_symlink():
+            raise Corrupt(f"{file} is a symlink")
+        header = _checked_header(path, expected, manifest)
+        if twice := seen & header.keys():
+            raise Corrupt(f"tensor {min(twice)!r} is in two files")
+        seen |= header.keys()
+        with path.open("rb") as data:
+            for name, tensor in header.items():
+                if not _finite(data, tensor):
+                    raise Corrupt(f"{file}: {name!r} has NaN or infinite values")
+    if missing := expected.keys() - seen:
+        raise Corrupt(f"tensor {min(missing)!r} is missing")
+
+
+def _finite(file: BinaryIO, tensor: TensorHeader) -> bool:
+    """Whether no exponent of the stored numbers is all ones."""
+    import numpy
+
+    kind, ones = _EXPONENTS[tensor.dtype]
+    file.seek(tensor.start)
+    left = tensor.end - tensor.start
+    while left:
+        block = file.read(min(left, BLOCK))
+        if not block:
+            return False
+        bits = numpy.frombuffer(block, dtype=kind)
+        if bool(((bits & bits.dtype.type(ones)) == ones).any()):
+            return False
+        left -= len(block)
+    return True
+
+
 def _checked_names(path: Path, expected: dict[str, Shape], manifest: Manifest) -> list[str]:
+    return list(_checked_header(path, expected, manifest))
+
+
+def _checked_header(path: Path, expected: dict[str, Shape], manifest: Manifest) -> dict[str, TensorHeader]:
     header = read_header(path)
     for name, tensor in header.items():
         if name not in expected:
@@ -52,7 +100,7 @@ def _checked_names(path: Path, expected: dict[str, Shape], manifest: Manifest) -
         dtype = stored_dtype(name, manifest)
         if tensor.dtype != _STORED[dtype]:
             raise Corrupt(f"{path.name}: {name!r} is {tensor.dtype[:16]!r}, not {dtype}")
-    return list(header)
+    return header
 
 
 def _read(path: Path, names: list[str]) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvhub.artifact.evidence import read_evidence
 from kvhub.artifact.layout import EVIDENCE, MANIFEST, SIGNATURE
 from kvhub.artifact.manifest import Manifest
+from kvhub.artifact.open import check_tensors
 from kvhub.artifact.read import read_manifest, verify_artifact
 from kvhub.catalog import explained, find, open_registry, record_evidence, record_location, register
 from kvhub.errors import AccessDenied, Corrupt, KvhubError, Unreachable
@@ -151,15 +152,8 @@ def _is_complete(directory: Path, manifest: Manifest) -> bool:
 
 
 def _check(staged: Path) -> None:
-    """sha256 of every file; then, where torch is there, names, shapes and values of every tensor."""
-    manifest = verify_artifact(staged, deep=True)
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        return  # the same check runs before the mapper is ever applied, which needs torch
-    from kvhub.artifact.open import open_tensors
-
-    open_tensors(staged, manifest)
+    """sha256 of every file; then names, shapes and values of every tensor."""
+    check_tensors(staged, verify_artifact(staged, deep=True))
 
 
 def _keep(
