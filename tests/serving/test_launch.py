@@ -1,6 +1,7 @@
 import json
 import stat
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ from kvhub_registry.records import MapperRow, State
 def rows() -> list[MapperRow]:
     made = [mapper_record(seed).model_dump() for seed in (1, 2)]
     states = (State.READY, State.DRAFT)
-    return [MapperRow(**one, state=state, state_reason="") for one, state in zip(made, states, strict=True)]
+    return [
+        MapperRow(**one, state=state, state_reason="", changed=datetime(2026, 1, 1, tzinfo=UTC))
+        for one, state in zip(made, states, strict=True)
+    ]
 
 
 def settings(allow_draft: bool) -> dict[str, object]:

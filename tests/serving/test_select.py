@@ -1,3 +1,4 @@
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ def row(target: ModelIdentity, seed: int = 0, state: State = State.READY, **chan
     facts = {"digest": target.digest, "revision": target.revision, "dtype": target.dtype, **changed}
     fitted = record.target.model_copy(update=facts)
     values = {**record.model_dump(), "target": fitted}
-    return MapperRow(**values, state=state, state_reason="the gate says no")
+    return MapperRow(
+        **values, state=state, state_reason="the gate says no", changed=datetime(2026, 1, 1, tzinfo=UTC)
+    )
 
 
 def code(rows: list[MapperRow], target: ModelIdentity) -> str:
