@@ -1,0 +1,282 @@
+"""One script for one GPU: check, time, write. Needs kvhub_kernels, torch and triton >= 3.6 and nothing else.
+
+    PYTHONPATH=.:kernels python -m benchmarks.gpu_apply [--out FOLDER] [--seconds 420] [--tune]
+
+In order of what matters most if time runs out: the shapes of the tests against the definition; the dispatch
+floor, eager and from a CUDA graph; Qwen3 14B->32B at 32,768 tokens in both supports and int8; then the other
+pairs and lengths. Ceilings (a large bfloat16 product, a large copy) are measured in the same run. A wrong
+result is reported and never timed. Writes `apply_gpu.csv`, `apply_gpu_checks.csv` and `apply_gpu.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks.shapes import PAIRS, eager, make_plan, make_rows, make_table, make_weights, per_head
+from kvhub_kernels.gpu import TritonApplier
+from kvhub_kernels.plan import Plan
+from kvhub_kernels.reference import map_layer_reference
+from kvhub_kernels.rotary import RotaryTable
+from kvhub_kernels.rows import Rows
+from kvhub_kernels.tiles import CANDIDATES
+from kvhub_kernels.weights import Weights
+
+DEVICE = "cuda"
+MAIN = "Qwen3 14B->32B"
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+
+
+class Clock:
+    """What is left of the time that the machine is lent for."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def has(self, seconds: float) -> bool:
+        return time.monotonic() + seconds < self._end
+
+
+def timed(what: Callable[[], Any], rounds: int = 10) -> float:
+    """Median milliseconds by events, after two rounds that warm up."""
+    for _ in range(2):
+        what()
+    marks = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)
+    ]
+    for begin, end in marks:
+        begin.record()
+        what()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(begin.elapsed_time(end) for begin, end in marks)[rounds // 2]
+
+
+def ceilings() -> dict[str, float]:
+    """TFLOP/s of an 8192^3 bfloat16 product and GB/s of a 4 GiB copy, read and written."""
+    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in "ab")
+    product = timed(lambda: a @ b)
+    big = torch.empty(2 << 30, dtype=torch.uint8, device=DEVICE).random_(0, 255)
+    other = torch.empty_like(big)
+    copy = timed(lambda: other.copy_(big))
+    return {"tflops": 2 * 8192**3 / product / 1e9, "gbytes_per_second": 2 * big.nbytes / copy / 1e6}
+
+
+def error_of(
+    weights: Weights,
+    dtype: torch.dtype,
+    source: Rows,
+    target: Rows,
+    strip: RotaryTable,
+    rotate: RotaryTable,
+    layers: list[int],
+) -> float:
+    """Largest relative error over some layers; infinite where anything is not finite."""
+    slots, worst = target.token_slots(), 0.0
+    for layer in layers:
+        want = map_layer_reference(weights, layer, source, strip, rotate, rounded=dtype)
+        for pool, truth in zip((target.keys[layer], target.values[layer]), want, strict=True):
+            error = float((pool[slots].double() - truth).norm() / truth.norm())
+            worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+def poisoned(layers: int, heads: int, dim: int, tokens: int, dtype: torch.dtype, page: int) -> Rows:
+    rows = make_rows(layers, heads, dim, tokens, dtype, DEVICE, page=page)
+    for layer in (*rows.keys, *rows.values):
+        layer.fill_(float("nan"))
+    return rows
+
+
+def checks(clock: Clock) -> list[dict[str, Any]]:
+    """The full matrix of shapes; forms of rotation, pages and weights take turns over it."""
+    found = []
+    forms = itertools.cycle(
+        itertools.product(
+            (torch.bfloat16, torch.float32), ("half", "interleaved"), (1.0, 0.5), (1, 16, 64), (False, True)
+        )
+    )
+    for support, tokens, k, dim, heads in itertools.product(
+        ("full", "head-local"), (1, 63, 1000), (1, 3, 8, 9), (64, 80, 96, 128, 256), (1, 2, 3, 8)
+    ):
+        dtype, pairing, part, page, int8 = next(forms)
+        row = {
+            "support": support, "tokens": tokens, "k": k, "dim": dim, "heads": heads,
+            "dtype": str(dtype).removeprefix("torch."), "pairing": pairing, "partial": part, "page": page,
+            "int8": int8,
+        }  # fmt: skip
+        if not clock.has(0):
+            break
+        chosen = tuple(tuple(range(t % 2, t % 2 + k)) for t in range(3))
+        plan = Plan(support, chosen, heads, dim, heads, dim)
+        weights = make_weights(plan, dtype, DEVICE)
+        weights = weights.quantized() if int8 else weights
+        source = make_rows(10, heads, dim, tokens, dtype, DEVICE, page=page)
+        target = poisoned(3, heads, dim, tokens, dtype, page)
+        wide = make_table(int(dim * part) // 2 * 2, tokens, DEVICE)
+        table = RotaryTable(wide.cos * 1.2, wide.sin * 1.2, pairing, 1.2)
+        try:
+            applier = TritonApplier(weights, table, device=DEVICE, dtype=dtype)
+            finite = int(applier.apply(source, target, table, table))
+            error = error_of(weights, dtype, source, target, table, table, [0, 1, 2])
+            first = target.keys[2].clone()
+            applier.apply(source, target, table, table)
+            same = torch.equal(first.nan_to_num(7), target.keys[2].nan_to_num(7))
+            row |= {"relative_error": f"{error:.1e}", "finite": finite, "deterministic": same}
+            row["good"] = error < TOLERANCE[dtype] and finite == 1 and same
+        except Exception as failure:  # one shape that does not compile must not hide the others
+            row |= {"relative_error": "", "finite": "", "deterministic": "", "good": False}
+            print(f"FAILED {row}: {str(failure)[:300]}", flush=True)
+        found.append(row)
+    return found
+
+
+def measure(
+    name: str, support: Any, tokens: int, top: dict[str, float], *, int8: bool, tune: bool
+) -> dict[str, Any]:
+    """One mapper at one length: eager calls, a graph's replays, the plain products, the eager loop."""
+    pair, dtype = PAIRS[name], torch.bfloat16
+    plan = make_plan(pair, support)
+    dense = make_weights(plan, dtype, DEVICE)
+    weights = dense.quantized() if int8 else dense
+    source = make_rows(pair.source[0], *pair.source[1:], tokens, dtype, DEVICE, page=64)
+    target = poisoned(plan.layers, *pair.target[1:], tokens, dtype, 64)
+    strip, rotate = make_table(pair.source[2], tokens, DEVICE), make_table(pair.target[2], tokens, DEVICE)
+    applier = TritonApplier(weights, rotate, device=DEVICE, dtype=dtype)
+
+    def ours() -> None:
+        applier.apply(source, target, strip, rotate)
+
+    best = None
+    if tune:
+        times = {}
+        for tile in CANDIDATES:
+            try:
+                times[tile] = timed(lambda: applier.apply(source, target, strip, rotate, tile=tile), 5)  # noqa: B023
+            except Exception as failure:  # too much shared memory on this GPU
+                print(f"{tile}: {str(failure)[:120]}", flush=True)
+        for tile, milliseconds in sorted(times.items(), key=lambda item: item[1]):
+            print(f"  {support} {tokens}: {milliseconds:8.2f} ms {tile}", flush=True)
+        best = min(times, key=times.__getitem__)
+    ours()
+    error = (
+        error_of(weights, dtype, source, target, strip, rotate, [0, plan.layers - 1])
+        if tokens <= 8192
+        else None
+    )
+    if error is None:  # the definition in float64 for a part of the rows: they do not see each other
+        part = Rows(source.keys, source.values, 256, source.slots, source.page_size)
+        seen = Rows(target.keys, target.values, 256, target.slots, target.page_size)
+        few = [RotaryTable(t.cos[:256], t.sin[:256], t.pairing, t.scale) for t in (strip, rotate)]
+        error = error_of(weights, dtype, part, seen, few[0], few[1], [0, plan.layers - 1])
+    assert error < TOLERANCE[dtype], f"{name} {support} {tokens}: off by {error:.1e}"
+    milliseconds = timed(ours)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours()
+    replay = timed(graph.replay)
+    x = torch.randn(plan.groups, tokens, plan.depth, device=DEVICE, dtype=dtype)
+    out = torch.empty(plan.groups, tokens, plan.columns, device=DEVICE, dtype=dtype)
+    matmul = timed(lambda: [torch.bmm(x, affine.weight, out=out) for affine in dense], 3)
+    heads = per_head(dense, dtype)
+    loop = timed(lambda: eager(dense, heads, source, target, strip, rotate), 3)
+    flops = plan.flops(tokens)
+    features = (
+        len(plan.used) * plan.source_heads * plan.source_dim
+        + plan.layers * plan.target_heads * plan.target_dim
+    )
+    moved = weights.nbytes + 2 * 2 * tokens * features
+    return {
+        "device": torch.cuda.get_device_name(), "pair": name, "support": support,
+        "tokens": tokens, "k": plan.k,
+        "weights": "int8" if int8 else "bfloat16", "milliseconds": round(milliseconds, 3),
+        "graph_milliseconds": round(replay, 3), "matmul_milliseconds": round(matmul, 3),
+        "fraction_of_matmul": round(matmul / replay, 3), "eager_milliseconds": round(loop, 3),
+        "times_eager": round(loop / milliseconds, 2), "tflops": round(flops / replay / 1e9, 1),
+        "fraction_of_tflops": round(flops / replay / 1e9 / top["tflops"], 3),
+        "gbytes_per_second": round(moved / replay / 1e6, 1),
+        "fraction_of_bandwidth": round(moved / replay / 1e6 / top["gbytes_per_second"], 3),
+        "relative_error": f"{error:.1e}", "best_tile": str(best or ""),
+    }  # fmt: skip
+
+
+def save(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    with (folder / name).open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--seconds", type=float, default=420)
+    parser.add_argument(
+        "--tune", action="store_true", help="try every candidate tile at 14B->32B, 32,768 tokens"
+    )
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    clock = Clock(options.seconds)
+    torch.manual_seed(0)
+    top = ceilings()
+    about = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        **top,
+    }
+    print(about, flush=True)
+    rows: list[dict[str, Any]] = []
+    plan_of_work = [
+        (MAIN, support, tokens, False) for tokens in (64, 32768) for support in ("full", "head-local")
+    ]
+    plan_of_work += [(MAIN, support, 32768, True) for support in ("full", "head-local")]
+    checked = checks(Clock(min(180, options.seconds / 2)))
+    bad = sum(not row["good"] for row in checked)
+    print(f"{len(checked)} shapes checked, {bad} wrong", flush=True)
+    save(options.out, "apply_gpu_checks.csv", checked)
+    for name, support, tokens in itertools.product(PAIRS, ("full", "head-local"), (8192, 32768, 1024)):
+        if (name, support, tokens, False) not in plan_of_work:
+            plan_of_work.append((name, support, tokens, False))
+    for name, support, tokens, int8 in plan_of_work:
+        if not clock.has(15):
+            print("out of time", flush=True)
+            break
+        try:
+            tune = options.tune and name == MAIN and tokens == 32768 and not int8
+            rows.append(measure(name, support, tokens, top, int8=int8, tune=tune))
+        except Exception as failure:
+            print(f"FAILED {name} {support} {tokens}: {str(failure)[:400]}", flush=True)
+            torch.cuda.empty_cache()
+            continue
+        shown = (
+            "pair",
+            "support",
+            "tokens",
+            "weights",
+            "graph_milliseconds",
+            "fraction_of_matmul",
+            "tflops",
+            "times_eager",
+        )
+        print(" ".join(f"{key} {rows[-1][key]}" for key in shown), flush=True)
+        save(options.out, "apply_gpu.csv", rows)
+        torch.cuda.empty_cache()
+    (options.out / "apply_gpu.json").write_text(
+        json.dumps(about | {"checked": len(checked), "wrong": bad, "rows": len(rows)}, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
