@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvhub.exchange import BLOCK_TOKENS, Block, BlockCorrupt, BlockMissing
 from kvhub.mapper import SourceRows
+from kvhub_kernels.rows import Rows
 from kvhub_sglang.plan import BlockSource, Plan
 from kvhub_sglang.refusal import Code, Refusal
 from kvhub_sglang.serving import Candidate, Serving
@@ -127,13 +128,8 @@ def _map(run: _Run, candidate: Candidate, pool: Pool, target: Tensor) -> None:
     source = SourceRows(
         list(rows[:, 0].unbind(0)), list(rows[:, 1].unbind(0)), positions, candidate.source.rope
     )
-    # one number per layer: a sum is finite only if every term is, and costs one pass
-    sums = []
-    for layer in range(len(pool.keys)):
-        keys, values = candidate.mapper.map_layer(layer, source)
-        sums += [keys.sum(dtype=torch.float32), values.sum(dtype=torch.float32)]
-        pool.write(layer, target, keys, values)
-    if not bool(torch.isfinite(torch.stack(sums)).all()):
+    written = Rows(pool.keys, pool.values, len(positions), target)
+    if not bool(candidate.mapper.map_rows(source, written)):
         raise Refusal(Code.NOT_FINITE, "the mapped cache has NaN or infinity")
 
 
