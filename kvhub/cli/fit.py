@@ -219,6 +219,7 @@ _NAMES = {
     "capture": "running both models",
     "choose": "choosing k and lambda",
     "solve": "solving",
+    "blocks": "solving blocks of layers",
     "score": "scoring held-out text",
 }
 

@@ -17,12 +17,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvhub.errors import AccessDenied, KvhubError
+from kvhub.errors import AccessDenied, Corrupt, KvhubError
 from kvhub.fit.capture import Capture
 from kvhub.fit.store import raw_bytes, write_bytes, write_tensors
 from kvhub.fit.text import token_digest
 from kvhub.model.identity import ModelIdentity, canonical_json
 from kvhub.model.rope import rotary_table
+from kvhub.strict_json import shown
 from kvhub_kernels.rotary import strip_rope
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -86,6 +87,31 @@ class CaptureStore:
         table = rotary_table(self.identity.rope, torch.arange(len(window)))
         content = [strip_rope(key.to(torch.float32), table) for key in keys]
         return Capture(content, list(keys), list(values))
+
+    def rows(self, window: Tensor, positions: range, layers: list[int]) -> tuple[Tensor, Tensor]:
+        """Content keys and values of some layers side by side, as `Capture.rows`; nothing else is read.
+
+        The capture is not verified again. Errors: `Corrupt` where it is gone or cannot be read.
+        """
+        shape = self.identity.geometry
+        chosen = slice(positions.start, positions.stop, positions.step)
+        table = rotary_table(self.identity.rope, torch.arange(len(window))[chosen])
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        try:
+            with safe_open(self.path(window), framework="pt") as file:
+                parts = file.get_slice("keys"), file.get_slice("values")
+                for layer in layers:
+                    key, value = (part[layer : layer + 1][0][chosen] for part in parts)
+                    keys.append(strip_rope(key.to(torch.float32), table).flatten(1).to(torch.float64))
+                    values.append(value.flatten(1).to(torch.float64))
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise Corrupt(f"a capture in {self.directory} cannot be read: {shown(error)}") from None
+        empty = torch.empty(len(positions), 0, dtype=torch.float64)
+        for rows in (*keys, *values):
+            if rows.shape != (len(positions), shape.features):
+                raise Corrupt(f"a capture in {self.directory} is another model's")
+        return torch.cat([empty, *keys], dim=1), torch.cat([empty, *values], dim=1)
 
 
 def demand_disk(stores: Iterable[CaptureStore], windows: list[Tensor]) -> None:

@@ -178,6 +178,18 @@ class Checkpoint:
         return str(self._state["created"])
 
     @property
+    def layers(self) -> int | None:
+        """Target layers at a time that the first start decided for; None: all."""
+        found = self._state.get("layers")
+        return found if type(found) is int and found > 0 else None
+
+    def keep_layers(self, layers: int) -> None:
+        """Remember the decision."""
+        if self.layers != layers:
+            self._state["layers"] = layers
+            write_bytes(self.directory / _STATE, canonical_json(self._state) + b"\n")
+
+    @property
     def windows(self) -> int:
         """Windows whose rows are in the stored moments."""
         return int(self._state["windows"])

@@ -12,11 +12,12 @@ import torch
 
 import kvhub
 from kvhub.errors import BadInput
+from kvhub.fit.blocks import block_bytes, layers_at_once
 from kvhub.fit.calibration import CalibrationSet, Corpus, calibration_set
 from kvhub.fit.captures import CaptureStore, demand_disk
 from kvhub.fit.checkpoint import Checkpoint, fit_key
 from kvhub.fit.expect import Expected, solve_seconds
-from kvhub.fit.memory import Budget, budget, demand_memory
+from kvhub.fit.memory import Budget, budget, demand_memory, free_memory
 from kvhub.fit.places import Stored, demand_space, places, write
 from kvhub.fit.run import Fitted, Progress, demand_possible, fit_sides
 from kvhub.fit.settings import FitSettings
@@ -111,17 +112,18 @@ def fit(
         if not team.first:
             checkpoint.join()
         sides = _sides(paths, (one, other), dtype, options, directory, team)
-        plan = _plan(paths, sides, settings, both, options, team)
+        plan, layers = _plan(paths, sides, settings, both, options, checkpoint, team)
         every = [*windows.fit, *windows.tuning, *windows.held_out]
         demand_disk([side.store for side in sides if side.store], every)
         if team.first:
-            options.say(f"memory: {plan}")
+            options.say(f"memory: {plan}" + (f"; {layers} target layers at a time" if layers else ""))
         fitted = fit_sides(
             *sides,
             windows,
             settings,
             both=both,
-            low_memory=options.low_memory,
+            low_memory=options.low_memory or layers is not None,
+            layers=layers,
             checkpoint=checkpoint,
             team=team,
             progress=_progress(sides, settings, both, options, team),
@@ -236,9 +238,13 @@ def _plan(
     settings: FitSettings,
     both: bool,
     options: Options,
+    checkpoint: Checkpoint,
     team: Workers,
-) -> Budget:
-    """What it will take; refuses what cannot fit."""
+) -> tuple[Budget, int | None]:
+    """What it will take, and the target layers at a time where not all fit; refuses what cannot.
+
+    The checkpoint keeps the decision: another one would round otherwise.
+    """
     from kvhub.fit.footprint import footprint
 
     shapes = [footprint(path, side.identity.dtype) for path, side in zip(paths, sides, strict=True)]
@@ -254,12 +260,32 @@ def _plan(
     )
     if options.device != "cpu":  # the models are not in main memory
         plan = replace(plan, models=0)
+    have = free_memory() if options.memory is None else options.memory
+    kept = sides[0].store is not None and not settings.automatic and team.size == 1
+    if kept and (checkpoint.layers or (have is not None and plan.total > have)):
+        spare = (have or plan.total) - plan.runtime - plan.window
+        layers = checkpoint.layers or _block(sides, settings, both, spare)
+        if layers is not None:
+            checkpoint.keep_layers(layers)
+            pairs = (sides, sides[::-1])[: 1 + both]
+            needed = max(
+                block_bytes(a.identity.geometry, b.identity.geometry, settings, layers) for a, b in pairs
+            )
+            models = max(0, max(shape.weights for shape in shapes) - needed)
+            return Budget(models, needed, plan.window, 0), layers
     advice = "" if options.low_memory else "use --low-memory, or "
     one_way = "fit one direction at a time, or " if both else ""
-    demand_memory(
-        plan.total, hint=f"{one_way}{advice}use a machine with more memory", available=options.memory
-    )
-    return plan
+    demand_memory(plan.total, hint=f"{one_way}{advice}use a machine with more memory", available=have)
+    return plan, None
+
+
+def _block(sides: tuple[Side, Side], settings: FitSettings, both: bool, available: int) -> int | None:
+    """Target layers at a time that fit in both directions."""
+    found = [
+        layers_at_once(one.identity.geometry, two.identity.geometry, settings, available)
+        for one, two in (sides, sides[::-1])[: 1 + both]
+    ]
+    return None if None in found else min(size for size in found if size is not None)
 
 
 def _progress(

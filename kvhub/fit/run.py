@@ -13,9 +13,10 @@ import kvhub
 from kvhub.artifact.manifest import Manifest, Selection
 from kvhub.errors import BadInput, Incompatible
 from kvhub.fit.accumulate import Progress, accumulate, fill_captures, moments_device
+from kvhub.fit.blocks import solve_in_blocks
 from kvhub.fit.calibration import CalibrationSet, row_positions
 from kvhub.fit.checkpoint import Checkpoint
-from kvhub.fit.memory import budget, demand_memory, moment_bytes
+from kvhub.fit.memory import demand_memory, moment_bytes
 from kvhub.fit.moments import PairMoments
 from kvhub.fit.ridge import Regularization
 from kvhub.fit.score import HeldOutScore
@@ -49,7 +50,7 @@ def demand_possible(
     """Refuse what cannot be fitted before any forward is run.
 
     rows: how many the text gives; None skips that check. Errors: `BadInput` (k,
-    too few rows, memory), `Incompatible` (head-local with unequal heads).
+    too few rows), `Incompatible` (head-local with unequal heads).
     """
     for one, other in ((source, target), (target, source))[: 1 + both]:
         smallest = settings.grid(one)[0]
@@ -68,11 +69,6 @@ def demand_possible(
                 f" ({-(-needed // per_window) * settings.length} tokens at this length and stride)",
                 "give more text, a smaller --stride or a smaller --k",
             )
-    hint = "use --low-memory, or a machine with more memory"
-    demand_memory(
-        budget(source, target, settings, both=both).total,
-        hint=f"fit one direction at a time, or {hint}" if both else hint,
-    )
 
 
 def fit_pair(
@@ -101,14 +97,16 @@ def fit_sides(
     *,
     both: bool = False,
     low_memory: bool = False,
+    layers: int | None = None,
     checkpoint: Checkpoint | None = None,
     team: Workers | None = None,
     progress: Progress | None = None,
 ) -> list[Fitted]:
     """`fit_pair` with models that may be loaded only when they are needed, or captures on disk.
 
-    low_memory: all captures of one model, then of the other; both sides need a store. checkpoint: where
-    to go on from. team: the processes that share the work; only the first one gets a result.
+    low_memory: all captures of one model, then of the other; both sides need a store. layers: target
+    layers at a time, where not all moments fit; needs low_memory. checkpoint: where to go on from.
+    team: the processes that share the work; only the first one gets a result.
     """
     from kvhub.model.pair import check_pair
 
@@ -117,8 +115,20 @@ def fit_sides(
     tell = progress or (lambda stage, done, total: None)
     shapes = source.identity.geometry, target.identity.geometry
     demand_possible(*shapes, settings, both=both, rows=windows.rows(settings.stride, settings.exact_prefix))
+    if layers is None:
+        hint = "use --low-memory, or a machine with more memory"
+        demand_memory(
+            moment_bytes(*shapes, both=both),
+            hint=f"fit one direction at a time, or {hint}" if both else hint,
+        )
     if low_memory:
         fill_captures(source, target, windows, team, tell)
+    pairs = ((source, target), (target, source))[: 1 + both]
+    if layers is not None:
+        if not team.first:
+            return []
+        found = [solve_in_blocks(*pair, list(windows.fit), settings, layers, tell) for pair in pairs]
+        return _fitted(pairs, found, [None] * len(pairs), windows, settings, checkpoint, tell)
     device = moments_device(_device(source), moment_bytes(*shapes, both=both))
     moments = PairMoments.zeros(*shapes, both=both, device=device)
     accumulate(
@@ -126,8 +136,7 @@ def fit_sides(
     )
     if not team.first:
         return []
-    pairs = ((source, target), (target, source))[: 1 + both]
-    found: list[Solved] = []
+    found = []
     selections: list[Selection | None] = []
     total = sum(two.identity.geometry.num_layers for _, two in pairs)
     for one, two in pairs:
@@ -156,7 +165,7 @@ def fit_sides(
         selections.append(selection)
         del sums
     del moments
-    return _fitted(pairs, found, selections, windows, settings, both, checkpoint, tell)
+    return _fitted(pairs, found, selections, windows, settings, checkpoint, tell)
 
 
 def _device(side: Side) -> torch.device:
@@ -172,7 +181,6 @@ def _fitted(
     selections: list[Selection | None],
     windows: CalibrationSet,
     settings: FitSettings,
-    both: bool,
     checkpoint: Checkpoint | None,
     tell: Progress,
 ) -> list[Fitted]:

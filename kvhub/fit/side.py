@@ -75,9 +75,12 @@ class Side:
             gc.collect()
 
     def fill(self, windows: Sequence[Tensor], done: Callable[[int], None]) -> None:
-        """Put the captures of all windows on disk, with the model in memory for that long."""
+        """Put the captures of all windows on disk, with the model in memory for that long.
+
+        Those that are there are read once, so that a damaged one is made again.
+        """
         assert self.store is not None
-        missing = [not self.store.path(window).exists() for window in windows]
+        missing = [self.store.get(window) is None for window in windows]
         with self.live() if any(missing) else nullcontext():
             for number, window in enumerate(windows, 1):
                 if missing[number - 1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -32,6 +33,15 @@ def team(arguments: list[str], home: Path, root: Path, size: int) -> list[int]:
     ]
 
 
+def until_saved(progress: Path) -> None:
+    """Until there is something to go on from."""
+    state, deadline = progress / "state.json", time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if state.exists() and json.loads(state.read_bytes())["windows"]:
+            return
+        time.sleep(0.001)
+
+
 def weights(home: Path) -> list[bytes]:
     return sorted(path.read_bytes() for path in home.glob("mappers/*/model.safetensors"))
 
@@ -50,9 +60,7 @@ def test_two_processes_give_the_bits_of_one_and_survive_a_kill(
         "--both", "--sequences", "23", "--checkpoint", str(progress), "--checkpoint-every", "4"
     )
     processes = team(given, home, tmp_path, 2)
-    deadline = time.monotonic() + 60
-    while not list(progress.glob("moments-*")) and time.monotonic() < deadline:
-        time.sleep(0.001)
+    until_saved(progress)
     for pid in processes:
         os.kill(pid, 9)
     assert all(os.WIFSIGNALED(os.waitpid(pid, 0)[1]) for pid in processes)
@@ -71,9 +79,7 @@ def test_a_team_s_progress_can_be_finished_alone(tmp_path: Path) -> None:
     progress, log = tmp_path / "progress", tmp_path / "log"
     given = pair.arguments("--checkpoint", str(progress), "--checkpoint-every", "3")
     processes = team(given, tmp_path / "home", tmp_path, 3)
-    deadline = time.monotonic() + 60
-    while not list(progress.glob("moments-*")) and time.monotonic() < deadline:
-        time.sleep(0.001)
+    until_saved(progress)
     for pid in processes:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
