@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from kvhub.artifact.listing import weight_shards
 from kvhub.artifact.manifest import Manifest
@@ -15,7 +16,7 @@ from kvhub.strict_json import shown
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK = 8 << 20
+BLOCK = 1 << 20
 """Bytes read at once by `check_tensors`."""
 _STORED = {"float32": "F32", "bfloat16": "BF16"}
 _EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80)}
@@ -68,21 +69,21 @@ def check_tensors(directory: Path, manifest: Manifest) -> None:
         raise Corrupt(f"tensor {min(missing)!r} is missing")
 
 
-def _finite(file: BinaryIO, tensor: TensorHeader) -> bool:
+def _finite(file: BufferedReader, tensor: TensorHeader) -> bool:
     """Whether no exponent of the stored numbers is all ones."""
     import numpy
 
     kind, ones = _EXPONENTS[tensor.dtype]
     file.seek(tensor.start)
     left = tensor.end - tensor.start
+    bits = numpy.empty(min(left, BLOCK) // numpy.dtype(kind).itemsize, dtype=kind)
     while left:
-        block = file.read(min(left, BLOCK))
-        if not block:
+        block = bits[: min(left, BLOCK) // bits.itemsize]
+        if file.readinto(block.data) != block.nbytes:
+            return False  # cut short meanwhile
+        if int(numpy.bitwise_and(block, block.dtype.type(ones), out=block).max()) == ones:
             return False
-        bits = numpy.frombuffer(block, dtype=kind)
-        if bool(((bits & bits.dtype.type(ones)) == ones).any()):
-            return False
-        left -= len(block)
+        left -= block.nbytes
     return True
 
 

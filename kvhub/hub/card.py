@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvhub.artifact.manifest import Manifest
@@ -40,18 +40,19 @@ def card(
     *,
     licence: str | None = None,
     images: Sequence[str] = (),
+    licences: Mapping[str, str] | None = None,
 ) -> str:
     """README.md of a mapper's repository.
 
     verdict: our gate's, None without evidence (the card then says so). images:
-    files under `assets/`.
+    files under `assets/`. licences: what the models' own cards declare, by name.
     """
     import yaml
 
     front = yaml.safe_dump(
         front_matter(manifest, evidence, repo_id, licence=licence), sort_keys=False, allow_unicode=True
     )
-    body = "\n\n".join(_body(manifest, evidence, verdict, repo_id, licence, images))
+    body = "\n\n".join(_body(manifest, evidence, verdict, repo_id, licence, images, licences or {}))
     return f"---\n{front}---\n\n{body}\n"
 
 
@@ -62,7 +63,7 @@ def front_matter(
     front: dict[str, Any] = {"library_name": "kvhub"}
     if licence:
         front["license"] = licence
-    bases = [model.name for model in (manifest.target, manifest.source) if _on_hub(model)]
+    bases = [model.name for model in (manifest.target, manifest.source) if on_hub(model)]
     if bases:
         front["base_model"] = bases
         front["base_model_relation"] = "adapter"
@@ -108,7 +109,8 @@ def markdown(value: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>()#+!|~&])", r"\\\1", text(value))
 
 
-def _on_hub(model: ModelIdentity) -> bool:
+def on_hub(model: ModelIdentity) -> bool:
+    """Whether a model is named by a repository and a commit of the Hub."""
     return model.revision.startswith("commit:") and _HUB_ID.fullmatch(model.name) is not None
 
 
@@ -134,6 +136,7 @@ def _body(
     repo_id: str,
     licence: str | None,
     images: Sequence[str],
+    licences: Mapping[str, str],
 ) -> list[str]:
     source, target = markdown(manifest.source.name), markdown(manifest.target.name)
     return [
@@ -160,7 +163,7 @@ def _body(
         + "Any other revision, dtype, tokenizer or RoPE setting of either model is refused.",
         "## Licence",
         f"Declared: `{text(licence)}`." if licence else "None is declared here.",
-        f"The weights derive from {source} and {target}; the licences of both apply.",
+        _licences((manifest.source, manifest.target), licences),
         "## Files",
         _table(("file", "bytes", "sha256"), [(f.name, str(f.size), f"`{f.sha256}`") for f in manifest.files]),
         f"Mapper digest (sha256 of manifest.json): `{manifest.digest}`",
@@ -179,6 +182,28 @@ def _status(evidence: Evidence | None, verdict: Verdict | None) -> list[str]:
         if not check.passed
     )
     return [f"> **It does not pass kvhub's gate:** {failed}. kvhub serves it only where that is overridden."]
+
+
+def _licences(models: Sequence[ModelIdentity], licences: Mapping[str, str]) -> str:
+    said = [
+        f"{markdown(model.name)} (`{text(licences[model.name])}`)"
+        if model.name in licences
+        else f"{markdown(model.name)} (see its own page)"
+        for model in models
+    ]
+    return f"The weights derive from {said[0]} and {said[1]}; the licences of both apply."
+
+
+def _worst(evidence: Evidence) -> str:
+    """The text on which the mapped cache agrees least with the target's own."""
+    found = [s for s in evidence.scores if (s.metric, s.arm) == ("top1", "mapped") and s.domain != ALL]
+    if not found:
+        return ""
+    worst = min(found, key=lambda score: score.value)
+    return (
+        f"Worst text: **{markdown(worst.domain)}**, top-1 agreement {worst.value:.3f} "
+        f"[{worst.low:.3f}, {worst.high:.3f}]."
+    )
 
 
 def _pair(manifest: Manifest) -> str:
@@ -230,6 +255,7 @@ def _scores(evidence: Evidence | None) -> list[str]:
         f"Held-out text, {evidence.windows} windows; {markdown(evidence.protocol)}. Intervals: 95 %, "
         "paired bootstrap. Arms: `native` the target's own prefill, `source` the source alone, `mapped` "
         "this mapper, `empty` no prefix, `wrong-document` another document's mapped prefix.",
+        *([worst] if (worst := _worst(evidence)) else []),
         _table(("text", "metric", "arm", "value", "95 % interval", "n"), rows),
     ]
 

@@ -16,8 +16,9 @@ from kvhub.catalog import record_location
 from kvhub.errors import BadInput, Corrupt, Incompatible, KvhubError, NotFound
 from kvhub.evaluation.gate import reason, rejudge
 from kvhub.hub import client
-from kvhub.hub.card import card
+from kvhub.hub.card import card, on_hub
 from kvhub.hub.download import Progress
+from kvhub.hub.figures import figures
 from kvhub.hub.upload import upload
 from kvhub.settings import Settings
 from kvhub.store.signature import read_signature
@@ -84,17 +85,22 @@ def push(
     if create_pr and tag:
         raise BadInput("a proposal has no tag", "tag the version once it is merged")
     verdict = rejudge(evidence, manifest) if evidence else None
-    images = sorted(path.name for path in (directory / "assets").glob("*.png"))
-    readme = card(manifest, evidence, verdict, repo_id, licence=licence, images=images).encode()
+    images: dict[str, Path | bytes] = {path.name: path for path in (directory / "assets").glob("*.png")}
+    for name, data in figures(manifest, evidence).items():
+        images.setdefault(name, data)
+    hub = client.api()
+    licences = _licences(hub, manifest)
+    readme = card(
+        manifest, evidence, verdict, repo_id, licence=licence, images=sorted(images), licences=licences
+    ).encode()
     files: dict[str, Path | bytes] = {entry.name: directory / entry.name for entry in manifest.files}
     files |= {MANIFEST: manifest.to_bytes(), CARD: readme}
-    files |= {f"assets/{name}": directory / "assets" / name for name in images}
+    files |= {f"assets/{name}": content for name, content in images.items()}
     if evidence is not None:
         files[EVIDENCE] = evidence.to_bytes()
     if (signature := read_signature(directory, manifest)) is not None:
         files[SIGNATURE] = signature.to_bytes()
 
-    hub = client.api()
     if not create_pr:
         client.ask(repo_id, lambda: hub.create_repo(repo_id, private=private or None, exist_ok=True))
     head = _info(hub, repo_id)
@@ -122,6 +128,19 @@ def _info(hub: HfApi, repo_id: str, revision: str | None = None) -> ModelInfo:
     return client.ask(
         repo_id, lambda: hub.model_info(repo_id, revision=revision, files_metadata=True), revision=revision
     )
+
+
+def _licences(hub: HfApi, manifest: Manifest) -> dict[str, str]:
+    """What the cards of both models declare, where the Hub says so; by name of the model."""
+    found: dict[str, str] = {}
+    for model in (manifest.source, manifest.target):
+        if on_hub(model):
+            with suppress(Exception):  # a card without it is no reason not to publish
+                card_data = hub.model_info(model.name, timeout=10).card_data
+                said = getattr(card_data, "license", None)
+                if isinstance(said, str) and said:
+                    found[model.name] = said[:64]
+    return found
 
 
 def _tag(hub: HfApi, repo_id: str, tag: str) -> str | None:

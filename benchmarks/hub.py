@@ -1,0 +1,129 @@
+"""Speed and memory of push, pull and verify over the loopback Hub: `python benchmarks/hub.py [--mb 1024]`.
+
+The Hub is a process of its own, so memory is the client's alone. The plain client downloads the same
+files with `snapshot_download` and does not check them. Writes benchmarks/results/hub.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+REPO = "tester/bench"
+
+CHILD = """
+import json, resource, sys, time
+begun = time.perf_counter()
+exec(sys.argv[1])
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(json.dumps({"seconds": time.perf_counter() - begun, "peak_mb": peak}))
+"""
+
+
+def main() -> None:
+    """Measure and record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mb", type=int, default=1024)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kvhub-bench-") as name:
+        root = Path(name)
+        size = make(root / "made", arguments.mb)
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "demo"), "OMP_NUM_THREADS": "1"}
+        hub = subprocess.Popen(
+            [sys.executable, "-m", "loopback_hub", "--root", str(root / "hub")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert hub.stdout is not None
+        environment |= {
+            "HF_ENDPOINT": hub.stdout.readline().strip(),
+            "HF_TOKEN": "hf_loopback",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "KVHUB_HOME": str(root / "home"),
+            "HF_HOME": str(root / "hf"),
+        }
+        try:
+            found = {"bytes": size, "load": os.getloadavg()[0]} | measure(root, environment)
+        finally:
+            hub.terminate()
+            hub.wait()
+    print(json.dumps(found, indent=2))
+    (ROOT / "benchmarks" / "results").mkdir(exist_ok=True)
+    (ROOT / "benchmarks" / "results" / "hub.json").write_text(json.dumps(found, indent=2) + "\n")
+
+
+def measure(root: Path, environment: dict[str, str]) -> dict[str, object]:
+    """Each step in a process of its own."""
+
+    def run(code: str) -> dict[str, float]:
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD, code], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return {key: round(value, 2) for key, value in json.loads(done.stdout.splitlines()[-1]).items()}
+
+    made = str(root / "made")
+    push = (
+        f"from pathlib import Path; from kvhub.hub.push import push; "
+        f"push(Path({made!r}), {REPO!r}, allow_unevaluated=True)"
+    )
+    pull = f"from kvhub.hub.pull import fetch; fetch({REPO!r})"
+    plain = (
+        f"from huggingface_hub import snapshot_download as s; s({REPO!r}, local_dir={str(root / 'plain')!r})"
+    )
+    verify = (
+        "from pathlib import Path; from kvhub.artifact.read import verify_artifact as v; "
+        f"v(Path({made!r}), deep=True)"
+    )
+    steps = {"push": run(push), "pull": run(pull), "plain_client": run(plain), "verify_deep": run(verify)}
+    begun = time.perf_counter()
+    for path in (root / "made").iterdir():
+        with path.open("rb") as file:
+            hashlib.file_digest(file, "sha256")
+    hashing = round(time.perf_counter() - begun, 2)
+    return steps | {
+        "hashing_seconds": hashing,
+        "verify_over_hashing": round(steps["verify_deep"]["seconds"] / hashing, 2),
+        "pull_over_plain_and_hashing": round(
+            steps["pull"]["seconds"] / (steps["plain_client"]["seconds"] + hashing), 2
+        ),
+    }
+
+
+def make(directory: Path, megabytes: int) -> int:
+    """An artifact of about this size, in a child so that its memory is not ours; returns its bytes."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    code = f"""
+import sys, torch
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from pathlib import Path
+from support.mappers import make_identity, make_manifest
+from kvhub.artifact.tensors import expected_tensors
+from kvhub.artifact.write import write_artifact
+one = dict(num_kv_heads=8, head_dim=128, hidden_size=4096, num_attention_heads=32)
+layers = max(2, round({megabytes} / 16.8))
+source, target = (make_identity(name, num_layers=layers, **one) for name in ("a/a", "b/b"))
+manifest = make_manifest(source, target, k=4, weights_dtype="bfloat16")
+block = torch.randn(4096, 1024, dtype=torch.bfloat16)
+shapes = expected_tensors(manifest)
+tensors = {{n: block * 0.5 if s == (4096, 1024) else torch.zeros(s) for n, s in shapes.items()}}
+print(write_artifact(Path({str(directory)!r}), manifest, tensors).size)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Kill fit, push, pull, gc and migrate with -9 at random moments: `python benchmarks/hub_kill.py`.
+
+After each: the registry opens, `verify` passes for everything `ready`, a re-run completes, and `gc` leaves
+nothing that no row names. Writes benchmarks/results/hub_kill.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "demo")]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def main() -> int:
+    """Run it; exit code 1 where a rule was broken."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    from loopback_hub import LoopbackHub
+    from support.killing import KINDS, Killing
+
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as name, LoopbackHub(Path(name) / "hub").serve() as hub:
+        killing = Killing(Path(name), hub, fit=True)
+        draw = random.Random(arguments.seed)
+        killed = dict.fromkeys(KINDS, 0)
+        broken: list[str] = []
+        for number in range(arguments.kills):
+            kind = KINDS[number % len(KINDS)]
+            try:
+                killed[kind] += killing.kill(kind, draw)
+            except AssertionError as error:
+                broken.append(f"{number} {kind}: {error}")
+                print(broken[-1], flush=True)
+            record(number + 1, killed, broken, time.perf_counter() - begun)
+    return int(bool(broken))
+
+
+def record(kills: int, killed: dict[str, int], broken: list[str], seconds: float) -> None:
+    """What was found so far: a run that is stopped has its result, too."""
+    result = {
+        "kills": kills,
+        "killed_before_the_end": killed,
+        "broken": broken,
+        "seconds": round(seconds, 1),
+    }
+    print(json.dumps(result), flush=True)
+    (ROOT / "benchmarks" / "results").mkdir(exist_ok=True)
+    (ROOT / "benchmarks" / "results" / "hub_kill.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

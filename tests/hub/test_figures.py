@@ -1,0 +1,64 @@
+"""Pictures and the lines of the card that go with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from loopback_hub import LoopbackHub
+from loopback_hub.store import Repo
+from support.mappers import make_identity, make_manifest
+from support.published import make_evidence, publishable
+
+from kvhub.artifact.manifest import CurvePoint, FitScores, Selection
+from kvhub.evaluation.evidence import LayerScores
+from kvhub.hub.card import card
+from kvhub.hub.figures import CURVE, LAYERS, figures
+from kvhub.hub.push import push
+from kvhub.settings import Settings
+
+pytest.importorskip("matplotlib")
+
+
+def point(k: int, strength: float) -> CurvePoint:
+    return CurvePoint(
+        k=k, regularization=strength, attention_cosine=0.9, attention_cosine_worst=0.7, kl=0.1 / k, top1=0.9
+    )
+
+
+def test_what_can_be_drawn_is_drawn_and_always_the_same() -> None:
+    plain = make_manifest(make_identity(), make_identity())
+    assert figures(plain, None) == {}
+    fitted = plain.model_copy(
+        update={"fit_scores": FitScores(rows=1, r2_key=[0.5, 0.6], r2_value=[0.4, 0.3])}
+    )
+    assert set(figures(fitted, None)) == {LAYERS}
+    curve = [point(k, strength) for k in (1, 2) for strength in (1e-3, 1e-2)]
+    chosen = Selection(k=2, regularization=1e-3, windows=1, tail=2, digest="e" * 64, curve=curve)
+    both = fitted.model_copy(update={"selection": chosen})
+    layers = [LayerScores(attention_cosine=[0.9, 0.8], r2_key=0.7, r2_value=0.6)] * 2
+    evidence = make_evidence(both).model_copy(update={"layers": layers})
+    made = figures(both, evidence)
+    assert set(made) == {LAYERS, CURVE}
+    assert all(data.startswith(b"\x89PNG") for data in made.values())
+    assert figures(both, evidence) == made
+
+
+def test_the_card_says_the_worst_text_and_both_licences(tmp_path: Path) -> None:
+    manifest = publishable(tmp_path / "a")
+    text = card(
+        manifest, make_evidence(manifest), None, "org/m", licences={manifest.source.name: "apache-2.0"}
+    )
+    assert "Worst text: **" in text
+    assert "org/Small-1B (`apache-2.0`) and org/Large-7B (see its own page)" in text
+
+
+def test_licences_come_from_the_models_own_cards(hub: LoopbackHub, home: Settings, tmp_path: Path) -> None:
+    hub.store.repos["org/Small-1B"] = repo = Repo("org/Small-1B")
+    repo.add({"README.md": hub.store.put(b"---\nlicense: mit\n---\n")}, "a model")
+    manifest = publishable(tmp_path / "made")
+    assert manifest.source.revision.startswith("commit:")
+    push(tmp_path / "made", "tester/mapper")
+    readme = hub.store.blob(hub.store.repos["tester/mapper"].head.tree["README.md"]).read_text()
+    assert "(`mit`)" in readme
+    assert push(tmp_path / "made", "tester/mapper").commit == hub.store.repos["tester/mapper"].head.sha

@@ -1,0 +1,134 @@
+"""Commands killed with -9 at a random moment, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from loopback_hub import LoopbackHub
+from support.published import publishable
+from support.stored import stored
+
+from kvhub.artifact.read import verify_artifact
+from kvhub.catalog import open_registry
+from kvhub.settings import Settings
+from kvhub.store.collect import collect
+from kvhub.store.lifecycle import retire
+from kvhub_registry import State
+
+KINDS = ("pull", "push", "gc", "migrate", "fit")
+REPO = "tester/mapper"
+
+
+class Killing:
+    """One home and one Hub that live through everything."""
+
+    def __init__(self, root: Path, hub: LoopbackHub, *, fit: bool = False) -> None:
+        self.root, self.hub = root, hub
+        self.settings = Settings(root / "home", f"sqlite:///{root}/home/registry.db", False)
+        tests = Path(__file__).parents[1]
+        self.environment = {
+            **{key: os.environ[key] for key in ("PATH", "LANG") if key in os.environ},
+            **hub.environment,
+            "KVHUB_HOME": str(self.settings.home),
+            "HF_HOME": str(root / "hf"),
+            "HOME": str(root),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(tests),
+        }
+        self.usual: dict[str, float] = {}
+        self.seed = 0
+        publishable(root / "made")
+        stored(self.settings, 1)
+        self.run("push", self.arguments("push"))
+        if fit:
+            from support.tiny import make_tiny
+
+            make_tiny(root / "small", layers=2)
+            make_tiny(root / "large", layers=3, seed=1)
+
+    def arguments(self, kind: str) -> list[str]:
+        """The command of a kind, prepared so that it has work to do."""
+        if kind == "pull":
+            with open_registry(self.settings) as registry:
+                for row in registry.list():
+                    if row.locations and not any(place.pushed for place in row.locations):
+                        registry.remove(row.digest)
+                        shutil.rmtree(row.path, ignore_errors=True)
+            shutil.rmtree(self.settings.home / "blobs", ignore_errors=True)
+            return ["pull", REPO]
+        if kind == "push":
+            self.seed += 1
+            shutil.rmtree(self.root / "made")
+            publishable(self.root / "made", seed=self.seed % 50 + 5)
+            return ["push", str(self.root / "made"), REPO]
+        if kind == "gc":
+            for seed in (51, 52, 53):
+                retire(stored(self.settings, seed).digest, why="for gc", settings=self.settings)
+            return ["gc", "--grace", "0"]
+        if kind == "migrate":
+            database = self.settings.home / "registry.db"
+            for part in ("", "-wal", "-shm"):
+                Path(f"{database}{part}").unlink(missing_ok=True)
+            return ["list"]
+        text = Path(__file__).parents[2] / "demo" / "text" / "wikipedia.txt"
+        sizes = ["--k", "1", "--length", "64", "--sequences", "40"]
+        return ["fit", str(self.root / "small"), str(self.root / "large"), "--text", str(text), *sizes]
+
+    def run(self, kind: str, arguments: list[str]) -> None:
+        """To the end, noting how long it takes."""
+        begun = time.monotonic()
+        done = subprocess.run(
+            self.command(arguments), env=self.environment, capture_output=True, text=True, check=False
+        )
+        self.usual[kind] = time.monotonic() - begun
+        assert done.returncode == 0, f"{arguments[0]}: {done.stderr[-500:]}"
+
+    def command(self, arguments: list[str]) -> list[str]:
+        return [sys.executable, "-m", "kvhub", *arguments]
+
+    def kill(self, kind: str, draw: random.Random) -> bool:
+        """Once, and check everything. Returns whether it was still running. Raises `AssertionError`."""
+        if kind not in self.usual:
+            self.run(kind, self.arguments(kind))
+        arguments = self.arguments(kind)
+        process = subprocess.Popen(
+            self.command(arguments),
+            env=self.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(draw.uniform(0.1, 1.0) * self.usual[kind])
+        running = process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        self.check(f"after killing {kind}")
+        self.run(kind, arguments)
+        self.check(f"after running {kind} again")
+        collect(self.settings, grace=0)
+        with open_registry(self.settings) as registry:
+            known = {Path(row.path).name for row in registry.list()}
+        found = {path.name for path in self.settings.mappers.iterdir()} - {".lock"}
+        assert found <= known, f"gc left {sorted(found - known)}"
+        links = [path for path in (self.settings.home / "blobs").glob("*") if path.stat().st_nlink < 2]
+        assert not links, f"gc left {len(links)} blobs"
+        return running
+
+    def check(self, when: str) -> None:
+        """The registry opens and is sound, and what is ready is whole."""
+        with open_registry(self.settings) as registry:
+            problem = registry.health()
+            assert not problem, f"{when}: {problem}"
+            rows = registry.list(state=State.READY)
+        for row in rows:
+            try:
+                manifest = verify_artifact(Path(row.path), deep=True)
+            except Exception as error:
+                raise AssertionError(f"{when}: {row.digest[:12]} is ready but {error}") from None
+            assert manifest.digest == row.digest, when
