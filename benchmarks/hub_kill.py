@@ -25,18 +25,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default="pull,push,gc,migrate,fit")
     arguments = parser.parse_args()
     from loopback_hub import LoopbackHub
-    from support.killing import KINDS, Killing
+    from support.killing import Killing
+
+    kinds = arguments.kinds.split(",")
 
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as name, LoopbackHub(Path(name) / "hub").serve() as hub:
-        killing = Killing(Path(name), hub, fit=True)
+        killing = Killing(Path(name), hub, fit="fit" in kinds)
         draw = random.Random(arguments.seed)
-        killed = dict.fromkeys(KINDS, 0)
+        killed = dict.fromkeys(kinds, 0)
         broken: list[str] = []
         for number in range(arguments.kills):
-            kind = KINDS[number % len(KINDS)]
+            kind = kinds[number % len(kinds)]
             try:
                 killed[kind] += killing.kill(kind, draw)
             except AssertionError as error:

@@ -22,7 +22,6 @@ from kvhub.store.collect import collect
 from kvhub.store.lifecycle import retire
 from kvhub_registry import State
 
-KINDS = ("pull", "push", "gc", "migrate", "fit")
 REPO = "tester/mapper"
 
 
