@@ -94,12 +94,13 @@ def quick_list(
             rows = connection.execute(_QUERY + where + _ORDER, [*given.values()]).fetchall()
     except sqlite3.Error:
         return None
-    return [
-        Listed(
-            *row[:15],
-            row[15] if row[15] is not None else row[17],
-            row[16] if row[16] is not None else row[18],
+    found = []
+    for row in rows:
+        named = (source is None or answers_to(row[1], source)) and (
+            target is None or answers_to(row[2], target)
         )
-        for row in rows
-        if (source is None or answers_to(row[1], source)) and (target is None or answers_to(row[2], target))
-    ]
+        if named:
+            key, value, fit_key, fit_value = row[15:]
+            r2 = (fit_key if key is None else key, fit_value if value is None else value)
+            found.append(Listed._make((*row[:15], *r2)))
+    return found
