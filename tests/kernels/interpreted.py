@@ -1,0 +1,123 @@
+"""The Triton kernels against the definition, for a process with TRITON_INTERPRET=1: see `test_fused.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.applying import Case, again, check, make_problem
+
+half, bf16 = torch.float16, torch.bfloat16
+CASES = {
+    "full": Case(tokens=19, k=2, source=(3, 2, 32), target=(2, 2, 32)),
+    "head-local": Case("head-local", tokens=19, k=2, source=(3, 2, 32), target=(2, 2, 32)),
+    "one token": Case(tokens=1, k=1, source=(2, 1, 64), target=(1, 1, 64), rows=bf16, pool=bf16),
+    "odd sizes": Case(tokens=7, k=3, source=(4, 3, 40), target=(2, 2, 48), pairing=("half", "interleaved")),
+    "odd, head-local": Case("head-local", tokens=17, k=3, source=(3, 3, 40), target=(2, 3, 48), rows=half),
+    "all layers": Case(tokens=16, k=5, source=(5, 1, 80), target=(1, 2, 96), pool=half, scattered=False),
+    "many layers": Case(tokens=9, k=31, source=(33, 1, 16), target=(2, 1, 32)),
+    "more layers than fit in words": Case(tokens=9, k=33, source=(34, 1, 16), target=(1, 1, 32)),
+    "interleaved": Case(tokens=9, k=1, source=(2, 2, 16), target=(2, 2, 16), pairing=("interleaved",) * 2),
+    "partial": Case(tokens=9, k=2, source=(3, 2, 32), target=(2, 1, 32), partial=(0.5, 0.25)),
+    "partial, interleaved": Case(
+        tokens=9, k=1, source=(2, 2, 32), target=(2, 2, 32), pairing=("interleaved",) * 2, partial=(0.5, 0.25)
+    ),
+    "scaled": Case("head-local", 9, 2, (3, 2, 32), (2, 2, 32), scale=(1.4, 0.6), partial=(1.0, 0.5)),
+    "bfloat16": Case(tokens=18, k=2, source=(3, 2, 32), target=(2, 2, 32), weights="bfloat16", pool=bf16),
+    "int8": Case(tokens=18, k=2, source=(3, 2, 32), target=(2, 2, 32), weights="int8", rows=bf16, pool=bf16),
+    "int8, head-local": Case("head-local", 18, 2, (3, 2, 32), (2, 2, 32), weights="int8"),
+    "more columns than a tile": Case(tokens=33, k=1, source=(2, 2, 64), target=(1, 8, 96), scattered=False),
+}
+
+
+def applier(problem, dtype, **options):
+    from kvhub_kernels.gpu import TritonApplier
+
+    return TritonApplier(problem.weights, problem.rotate, device="cpu", dtype=dtype, **options)
+
+
+def compute_dtype(case):
+    """bfloat16 where rows or pool are; else exact, so that an error of indexing cannot hide."""
+    return bf16 if bf16 in (case.rows, case.pool) else torch.float32
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name):
+    problem = make_problem(CASES[name])
+    dtype = compute_dtype(problem.case)
+    finite = applier(problem, dtype).apply(problem.source, problem.target, problem.strip, problem.rotate)
+    assert int(finite) == 1
+    # The interpreter cuts a bfloat16 off where a GPU rounds it: twice the error.
+    check(problem, rounded=dtype, tolerance=8e-3 if dtype == bf16 else None)
+
+
+@pytest.mark.parametrize("page", [1, 16, 64])
+def test_pages(page):
+    case = Case(tokens=70, k=1, source=(2, 1, 32), target=(1, 1, 32), scattered=False)
+    problem = make_problem(case)
+    count = -(-case.tokens // page) + 2
+    pages = torch.randperm(count, generator=torch.Generator().manual_seed(page))
+    generator = torch.Generator().manual_seed(1)
+    source = [torch.randn(count * page, 1, 32, generator=generator) for _ in range(4)]
+    target = [torch.full((count * page, 1, 32), float("nan")) for _ in range(2)]
+    problem.source = type(problem.source)(source[:2], source[2:], case.tokens, pages.roll(1), page)
+    problem.target = type(problem.source)(target[:1], target[1:], case.tokens, pages, page)
+    written = problem.target.token_slots()
+    assert written.shape == (case.tokens,) and written.unique().shape == written.shape
+    problem.unused = torch.ones(count * page, dtype=torch.bool)
+    problem.unused[written] = False
+    applier(problem, torch.float32).apply(problem.source, problem.target, problem.strip, problem.rotate)
+    check(replace(problem, target=replace(problem.target, slots=written, page_size=1)), rounded=None)
+
+
+def test_some_layers_and_chunks_of_tokens():
+    problem = make_problem(Case(tokens=37, k=2, source=(4, 1, 32), target=(4, 1, 32)))
+    apply = applier(problem, torch.float32, chunk=16).apply
+    apply(problem.source, problem.target, problem.strip, problem.rotate, layers=[1, 2])
+    check(problem, rounded=None, layers=range(1, 3))
+    assert problem.target.keys[0].isnan().all() and problem.target.values[3].isnan().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_told(bad):
+    problem = make_problem(Case(tokens=18, k=1, source=(2, 1, 32), target=(1, 1, 32), pool=half))
+    mapper = applier(problem, torch.float32)
+    layer = problem.source.values[problem.plan.used[0]]
+    kept = layer.clone()
+    layer[problem.source.slots[17], 0, 31] = bad
+    assert int(mapper.apply(problem.source, problem.target, problem.strip, problem.rotate)) == 0
+    layer.copy_(kept)
+    assert int(mapper.apply(problem.source, problem.target, problem.strip, problem.rotate)) == 1
+    layer.mul_(1e6)  # beyond float16
+    assert int(mapper.apply(problem.source, problem.target, problem.strip, problem.rotate)) == 0
+
+
+def test_the_same_twice_and_every_tile():
+    from kvhub_kernels.tiles import Tile
+
+    problem = make_problem(Case(tokens=40, k=2, source=(3, 2, 32), target=(2, 2, 32)))
+    mapper = applier(problem, torch.float32)
+    first = again(problem)
+    mapper.apply(first.source, first.target, first.strip, first.rotate)
+    for tile in (None, Tile(16, 16, 16, 4, 2), Tile(32, 32, 64, 4, 2, False)):
+        other = again(problem)
+        mapper.apply(other.source, other.target, other.strip, other.rotate, tile=tile)
+        check(other, rounded=None)
+        if tile is None:
+            assert torch.equal(first.target.keys[1].nan_to_num(3), other.target.keys[1].nan_to_num(3))
+
+
+def test_slots_beyond_two_to_the_31_elements():
+    """A pool seen through a base address far below it: only 64-bit arithmetic lands inside."""
+    problem = make_problem(Case(tokens=5, k=1, source=(1, 1, 32), target=(1, 1, 32), scattered=False))
+    mapper = applier(problem, torch.float32)
+    far = (1 << 31) // 32 + 11  # slots of 32 elements
+    slots = torch.arange(5) + far
+    source = replace(problem.source, slots=slots)
+    target = replace(problem.target, slots=slots)
+    for rows in (source, target):
+        # The kernels see addresses only: the real rows, moved down by as much as the slots are up.
+        mapper._addresses(rows).sub_(far * 32 * 4)
+    mapper.apply(source, target, problem.strip, problem.rotate)
+    check(problem, rounded=None)
