@@ -2,8 +2,8 @@
 
     python -m benchmarks.fit_kill SOURCE TARGET --text FILE [--kills 10] [options of kvhub fit]
 
-Every attempt is a process of its own that is killed at a moment drawn over the time a whole fit takes, until
-as many were killed as asked for. Writes `benchmarks/results/fit_kill.json`.
+Every attempt is a process of its own, killed at a moment drawn over the time a whole fit takes, until as many
+were killed as asked for. Needs PYTHONPATH=tests. Writes `benchmarks/results/fit_kill.json`.
 """
 
 from __future__ import annotations
@@ -13,33 +13,38 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from support.fitting import fork
+
 from benchmarks.machine import describe, write
 
 
-def run(command: list[str], home: Path, after: float | None = None) -> tuple[bool, float, str]:
-    """(killed, seconds, stderr); after: seconds until kill -9, None lets it end."""
+def run(arguments: list[str], home: Path, after: float | None = None) -> tuple[bool, float, str]:
+    """(killed, seconds, what it said); after: seconds until kill -9, None lets it end.
+
+    A child of this process, which has loaded torch already: the moments are those of the fit itself.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    log = home / "log"
     began = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "KVHUB_HOME": str(home)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        _, err = process.communicate(timeout=after)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-        _, err = process.communicate()
-    if process.returncode not in (0, -signal.SIGKILL):
-        sys.exit(err.decode())
-    return process.returncode != 0, time.monotonic() - began, err.decode()
+    pid = fork(arguments, home, log)
+    done, status = 0, 0
+    while not done:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if not done and after is not None and time.monotonic() - began >= after:
+            os.kill(pid, signal.SIGKILL)
+            done, status = os.waitpid(pid, 0)
+        time.sleep(0.001)
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status):
+        sys.exit(log.read_text())
+    return os.WIFSIGNALED(status), time.monotonic() - began, log.read_text()
 
 
 def digests(home: Path) -> list[str]:
@@ -77,9 +82,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given, more = parser.parse_known_args()
     chosen = random.Random(given.seed)
+    torch.set_num_threads(1)
+    assert transformers.AutoModelForCausalLM  # loaded before the children are made
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        command = [sys.executable, "-m", "kvhub.cli", "fit", given.source, given.target, "--text", given.text]
+        command = ["fit", given.source, given.target, "--text", given.text]
         command += [*(option for option in more if option != "--"), "--checkpoint-every", "2"]
         _, whole, _ = run(command, root / "calm")  # how long it takes
         kills: list[dict[str, Any]] = []
@@ -90,7 +97,7 @@ def main() -> None:
             killed, before = True, len(kills)
             while killed:
                 # Once there were kills enough the last fit may end.
-                after = chosen.uniform(0.05, 0.97) * whole if len(kills) < given.kills else None
+                after = chosen.uniform(0.02, 0.6) * whole if len(kills) < given.kills else None
                 killed, seconds, _ = run(resumed, home, after)
                 if killed:
                     state = progress / "state.json"

@@ -12,8 +12,8 @@ from kvhub.fit.moments import PairMoments
 from kvhub.fit.settings import FitSettings
 from kvhub.model.identity import Geometry
 
-RUNTIME = 650_000_000
-"""Bytes of Python, torch and transformers themselves (measured: 0.55 to 0.7 GB)."""
+RUNTIME = 600_000_000
+"""Bytes of Python, torch, transformers and a tokenizer (measured: 0.5 to 0.6 GB)."""
 RESERVE = 1.02
 
 
@@ -67,9 +67,9 @@ def budget(
     """
     wide, other = source.num_layers * source.features, target.num_layers * target.features
     per_token = wide + other
-    # Two float64 copies of a block, K and V, and a window's captures in float32 and its own dtype.
-    rows = 4 * 8 * PairMoments.BLOCK * per_token
-    window = rows + settings.longest * (20 * per_token + 4 * hidden)
+    # A block in float64, K and V, and one of them joined; a window's captures in float32 and its own dtype.
+    rows = 3 * 8 * PairMoments.BLOCK * per_token
+    window = rows + settings.longest * (12 * per_token + 4 * hidden)
     solve, stored = 0, 2 if settings.store_dtype == "bfloat16" else 4
     for one, two in ((source, target), (target, source))[: 1 + both]:
         width = settings.features(one)

@@ -129,4 +129,4 @@ def test_memory_is_printed_and_what_cannot_fit_is_refused(
     error = capsys.readouterr().err
     assert "0.3 GB are free" in error and "--low-memory" in error and "running" not in error
     assert run(pair.arguments()) == 0
-    assert "memory: 0.7 GB at the peak" in capsys.readouterr().err
+    assert "memory: 0.6 GB at the peak" in capsys.readouterr().err
