@@ -38,7 +38,7 @@ def _section(name: str, command: click.Command, context: click.Context) -> str:
     rows = [
         record
         for parameter in command.get_params(context)
-        if parameter.name != "help"
+        if "--help" not in parameter.opts
         and not getattr(parameter, "hidden", False)
         and (record := parameter.get_help_record(context))
         and record[1]
