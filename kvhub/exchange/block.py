@@ -46,7 +46,7 @@ class Lineage(Record):
     """What lies under a block: nothing (exact), or mappers, `hops` deep at most."""
 
     hops: int = Field(ge=0, le=255)
-    mappers: list[Sha256]
+    mappers: list[Sha256] = Field(max_length=256)
 
     @property
     def exact(self) -> bool:

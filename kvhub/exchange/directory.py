@@ -8,6 +8,7 @@ and a reader that loses a race against the eviction sees it as missing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import tempfile
@@ -49,9 +50,10 @@ class DirectoryExchange:
     def header(self, key: bytes) -> BlockHeader | None:
         try:
             with self._open(key) as file:
-                return decode_header(file.read(_HEADER_READ))[0]
-        except (FileNotFoundError, BlockCorrupt):
+                header = decode_header(file.read(_HEADER_READ))[0]
+        except (OSError, BlockCorrupt):
             return None
+        return header if header.key == key.hex() else None
 
     def get(self, key: bytes, *, model: str, layout: Layout) -> Block:
         try:
@@ -104,8 +106,16 @@ class DirectoryExchange:
         return self.root / name[:2] / f"{name}.kv"
 
     def _open(self, key: bytes) -> FileIO:
-        handle = os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        return FileIO(handle)
+        # without O_NONBLOCK a FIFO under a block's name would hold the caller for ever
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        handle = os.open(self._path(key), flags)
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            return FileIO(handle)
+        except BaseException:
+            os.close(handle)
+            raise
 
     def _scan(self) -> list[tuple[float, int, Path]]:
         """(last access, bytes, path) of every file, leftovers of killed writers included."""

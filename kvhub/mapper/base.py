@@ -121,6 +121,13 @@ class Mapper(ABC):
                 pool[where] = stored
         return finite
 
+    def prepare(self, device: torch.device | str, dtype: torch.dtype) -> None:
+        """Get ready to write into caches on `device` in `dtype`, before the first request needs it.
+
+        Errors: `ValueError` where `map_rows` cannot do that.
+        """
+        return
+
     @abstractmethod
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Mapper:
         """A copy of this mapper on `device` computing in `dtype`."""

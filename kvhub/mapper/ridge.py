@@ -12,6 +12,7 @@ from torch import Tensor
 from kvhub.artifact.tensors import expected_tensors
 from kvhub.errors import Corrupt
 from kvhub.mapper.base import Mapper, SourceRows
+from kvhub.model.rope import rotary_table
 from kvhub_kernels.apply import Applier, make_applier
 from kvhub_kernels.plan import Plan
 from kvhub_kernels.rotary import RotaryTable, apply_rope
@@ -76,11 +77,20 @@ class RidgeMapper(Mapper):
 
         On CUDA the products are bfloat16 unless the cache is float32; the mapper itself may stay on the CPU.
         """
-        dtype = self.dtype
-        if target.device.type == "cuda":
-            dtype = torch.float32 if target.dtype == torch.float32 else torch.bfloat16
         turn = source.table(self.manifest.target.rope)
-        return self.applier(target.device, dtype, turn).apply(source.rows(), target, source.strip, turn)
+        applier = self.applier(target.device, self._products(target.device, target.dtype), turn)
+        return applier.apply(source.rows(), target, source.strip, turn)
+
+    def prepare(self, device: torch.device | str, dtype: torch.dtype) -> None:
+        """See `Mapper.prepare`: the kernels' form of the weights, on the device."""
+        device = torch.device(device)
+        turn = rotary_table(self.manifest.target.rope, torch.zeros(1, dtype=torch.int64))
+        self.applier(device, self._products(device, dtype), turn)
+
+    def _products(self, device: torch.device, cached: torch.dtype) -> torch.dtype:
+        if device.type != "cuda":
+            return self.dtype
+        return torch.float32 if cached == torch.float32 else torch.bfloat16
 
     def applier(self, device: torch.device, dtype: torch.dtype, turn: RotaryTable) -> Applier:
         """The kernels' form of this mapper, made on first use and kept."""

@@ -96,7 +96,8 @@ def take_dtype(flags: Sequence[str]) -> tuple[str | None, list[str]]:
             dtype, waiting = flag, False
         elif name == "--dtype":
             dtype, waiting = (value, False) if equals else (None, True)
-        elif name in RESERVED:
+        elif name.startswith("--") and any(known.startswith(name) for known in (*RESERVED, "--dtype")):
+            # SGLang takes abbreviations too
             raise BadInput(f"{name} is set by kvhub serve", "give it before the --, or leave it out")
         else:
             rest.append(flag)

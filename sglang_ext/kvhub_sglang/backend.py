@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from kvhub.artifact.evidence import read_evidence
@@ -16,6 +17,7 @@ from kvhub.errors import KvhubError
 from kvhub.evaluation.gate import rejudge
 from kvhub.exchange import DirectoryExchange
 from kvhub.mapper.load import load_mapper
+from kvhub.model.fingerprint import weights_revision
 from kvhub.model.identify import identify
 from kvhub.model.identity import ModelIdentity
 from kvhub.model.load import resolve
@@ -25,7 +27,7 @@ from kvhub_sglang.refusal import Code, Refusal
 from kvhub_sglang.report import Metrics, logger
 from kvhub_sglang.serving import Candidate, Serving
 from kvhub_sglang.settings import ServedMapper, load_settings
-from kvhub_sglang.supported import refused_configuration, refused_pool, refused_rotary
+from kvhub_sglang.supported import refused_configuration, refused_pool, refused_rotary, refused_weights
 
 
 def create(ctx: Any) -> Any:
@@ -64,10 +66,16 @@ def open_serving(ctx: Any) -> Serving:
         raise Refusal(Code.UNSUPPORTED, f"SGLang has no {absent[0]} to hook")
     kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     dtype = str(kvcache.dtype).removeprefix("torch.")
-    path = resolve(settings.model_path or ctx.server_args.model_path)
+    path = resolve(ctx.server_args.model_path, revision=ctx.server_args.revision)
+    if settings.model_path and weights_revision(resolve(settings.model_path)) != weights_revision(path):
+        raise Refusal(Code.UNSUPPORTED, "the settings are for another model than the one served")
     identity = identify(path, dtype=dtype)
     runner = ctx.tp_worker.model_runner
-    found = refused_pool(kvcache, identity.geometry, dtype) or refused_rotary(runner.model, identity.rope)
+    found = (
+        refused_pool(kvcache, identity.geometry, dtype)
+        or refused_rotary(runner.model, identity.rope)
+        or refused_weights(runner.model, path)
+    )
     if found:
         raise Refusal(Code.UNSUPPORTED, f"the server has {found}")
     device = kvcache.k_buffer[0].device
@@ -112,7 +120,11 @@ def open_candidate(served: ServedMapper, identity: ModelIdentity, device: Any) -
         if not served.allow_draft:
             raise Refusal(Code.DECLINED, f"it {why}; evaluate it, or allow drafts explicitly")
         logger.warning("kvhub serves mapper %s by override: it %s", served.digest[:12], why)
-    return Candidate(mapper.to(device), manifest.digest, manifest.source, draft=not passed)
+    try:
+        mapper.prepare(device, getattr(torch, identity.dtype))
+    except ValueError as error:
+        raise Refusal(Code.UNSUPPORTED, f"the kernels cannot apply it: {error}") from None
+    return Candidate(mapper, manifest.digest, manifest.source, draft=not passed)
 
 
 def _revision(identity: ModelIdentity) -> str:

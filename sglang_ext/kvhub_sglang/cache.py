@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvhub_sglang import handoff
 from kvhub_sglang.decide import unsupported
+from kvhub_sglang.lineage import RowLineages
 from kvhub_sglang.namespace import Salts
 from kvhub_sglang.place import Pool
 from kvhub_sglang.plan import Plan
@@ -44,6 +45,7 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         # reset() is called from the base constructor, before serve() can be
         self.serving: Serving | None = None
         self.pool: Pool | None = None
+        self.rows = RowLineages(0)
         self.off_because = "not started"
         self._salts: Salts | None = None  # outlives a switch-off: lossy rows stay in the tree
         self._load_is_private = False
@@ -52,6 +54,7 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def serve(self, serving: Serving) -> None:
         """Start handing off; until then this is SGLang's own cache."""
         self.pool = Pool(self.token_to_kv_pool_allocator.get_kvcache())
+        self.rows = RowLineages(self.pool.size)
         self._salts = serving.salts
         self.serving, self.off_because = serving, ""
 
@@ -83,11 +86,14 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         serving = self.serving
         if plan is None or serving is None:
             return result
-        if result.host_hit_length:
-            handoff.leave(plan, result.device_prefix_len, result.host_hit_length)
-            self._refresh(req, plan)
-            return result
-        promised = self._guarded("promise", lambda: self._promise(serving, plan, params.key, result), 0)
+        promised = self._guarded("promise", lambda: self._promise(serving, plan, req, params.key, result), 0)
+        if plan.lossy and not promised and not result.device_prefix_len and not result.host_hit_length:
+            # nothing lossy to be had after all: one root serves every namespace
+            plan.become_exact()
+            req.cache_salt, params.key.cache_salt = plan.salt, plan.salt or None
+            result = super().match_prefix(params)
+            self._guarded("promise", lambda: self._promise(serving, plan, req, params.key, result), 0)
+            promised = plan.promised
         self._refresh(req, plan)
         if promised:
             result = result._replace(
@@ -104,11 +110,15 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
                 self.token_to_kv_pool_allocator.free(plan.slots)
                 plan.slots = None
             return plan
-        serving = self.serving
-        if serving is None or req.lock is not None or req.kv.holds_kv:
+        if req.lock is not None or req.kv.holds_kv:
+            return None
+        serving, salts = self.serving, self._salts
+        if serving is None:
+            if salts is not None and salts.is_reserved(req.cache_salt):
+                req.cache_salt = salts.harmless(req.cache_salt)  # lossy rows may still be in the tree
             return None
         plan = handoff.new_plan(
-            serving, req, _limit(key), lambda salt: self._device_match(key, salt).device_prefix_len
+            serving, req, _limit(req, key), lambda salt: self._device_match(req, key, salt).device_prefix_len
         )
         setattr(req, _PLAN, plan)
         info = req.customized_info if req.customized_info is not None else {}
@@ -117,17 +127,23 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         req.cache_salt = plan.salt  # last: from here on the request lives there
         return plan
 
-    def _device_match(self, key: RadixKey, salt: str | None) -> MatchResult:
-        probe = RadixKey(key.token_ids, key.extra_key, limit=_limit(key), cache_salt=salt)
+    def _device_match(self, req: Any, key: RadixKey, salt: str | None) -> MatchResult:
+        probe = RadixKey(key.token_ids, key.extra_key, limit=_limit(req, key), cache_salt=salt)
         return super().match_prefix(MatchPrefixParams(key=probe))
 
-    def _promise(self, serving: Serving, plan: Plan, key: RadixKey, result: MatchResult) -> int:
+    def _promise(self, serving: Serving, plan: Plan, req: Any, key: RadixKey, result: MatchResult) -> int:
         base = result.device_prefix_len
         exact, node = base, result.last_device_node
+        held = torch.empty(0, dtype=torch.int64)
         if plan.lossy:
-            found = self._device_match(key, plan.original_salt)
+            found = self._device_match(req, key, plan.original_salt)
             exact, node = found.device_prefix_len, found.last_device_node
-        return handoff.promise(serving, plan, base, exact, node, _limit(key))
+            held = self.path_device_indices(result.last_device_node)[:base]
+        if result.host_hit_length:
+            # SGLang's own host cache serves this request: the two loads are not mixed
+            handoff.leave(serving, self.rows, plan, base, held, result.host_hit_length)
+            return 0
+        return handoff.promise(serving, self.rows, plan, base, held, (exact, node), _limit(req, key))
 
     # ---- load: all of the promise or nothing
 
@@ -136,16 +152,25 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         plan: Plan | None = getattr(req, _PLAN, None)
         self._load_is_private = plan is not None and plan.promised > 0
         if plan is None or not self._load_is_private:
-            return super().init_load_back(params)  # type: ignore[no-any-return]
+            return self._stock_load(params, plan)
         loaded = self._guarded("init_load_back", lambda: self._load(req, plan), 0)
         if not loaded:
             if not plan.dead:
                 handoff.fail(plan, Code.DISABLED, self.off_because)
+                plan.report.count(exact=0 if plan.lossy else plan.base, reused=plan.base)
             if req.prefix_len == 0 and plan.lossy:
-                # one root serves every namespace: the request may still become exact
-                req.cache_salt, plan.salt, plan.lossy = plan.original_salt, plan.original_salt, False
+                plan.become_exact()
+                req.cache_salt = plan.salt
         self._refresh(req, plan)
         return loaded, req.last_node
+
+    def _stock_load(self, params: InitLoadBackParams, plan: Plan | None) -> tuple[int, Any] | None:
+        loaded: tuple[int, Any] | None = super().init_load_back(params)
+        if plan is not None and plan.lossy and loaded is not None and loaded[0]:
+            fresh = self.path_device_indices(loaded[1])[plan.base :]
+            self._guarded("lineage", lambda: self.rows.note(fresh, plan.worst), None)
+            plan.noted = plan.base + loaded[0]
+        return loaded
 
     def _load(self, req: Any, plan: Plan) -> int:
         serving, pool = self.serving, self.pool
@@ -156,6 +181,7 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             return handoff.load(
                 serving,
                 pool,
+                self.rows,
                 plan,
                 self._allocate,
                 self.token_to_kv_pool_allocator.free,
@@ -190,10 +216,11 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     # ---- checkpoint: publish what a finished request computed
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        super().checkpoint(req, up_to=up_to, **kwargs)
         plan: Plan | None = getattr(req, _PLAN, None)
-        if plan is not None:
-            self._refresh(req, plan)
+        if plan is not None and plan.lossy:
+            # before the tree can show these rows to anyone
+            self._guarded("lineage", lambda: self._note(req, plan, up_to), None)
+        super().checkpoint(req, up_to=up_to, **kwargs)
         serving, pool = self.serving, self.pool
         if serving is None or pool is None or not serving.settings.publish or not req.finished():
             return
@@ -201,11 +228,19 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
             self._guarded("publish", lambda: self._publish(serving, pool, req, plan, up_to, row), None)
 
+    def _note(self, req: Any, plan: Plan, up_to: int) -> None:
+        """The rows computed since the last checkpoint lie on all that is before them."""
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
+        start = max(plan.noted, plan.reused)
+        if start < up_to:
+            self.rows.note(row[start:], self.rows.under(row[:start]))
+            plan.noted = up_to
+
     def _publish(
         self, serving: Serving, pool: Pool, req: Any, plan: Plan | None, up_to: int, row: torch.Tensor
     ) -> None:
         try:
-            publish(serving, pool, req, plan, up_to, row)
+            publish(serving, pool, self.rows, req, plan, up_to, row)
         except OSError as error:  # full or gone: nothing is owed to the exchange
             serving.metrics.error("exchange")
             logger.warning("kvhub could not publish rid=%s: %s", req.rid, error)
@@ -249,6 +284,6 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             req.customized_info[META_KEY] = [plan.report.as_meta()]
 
 
-def _limit(key: RadixKey) -> int:
-    """Reusable tokens: the key's own limit, and never the last token of the prompt."""
-    return min(len(key), max(0, len(key.token_ids) - 1))
+def _limit(req: Any, key: RadixKey) -> int:
+    """Reusable tokens, as SGLang itself will cap them: prompt log-probabilities, the last token."""
+    return min(len(key), int(req._compute_max_prefix_len(len(key.token_ids))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvhub.exchange import BLOCK_TOKENS, Lineage, Namespace, chain_keys
+from kvhub.exchange import BLOCK_TOKENS, BlockHeader, Lineage, Namespace, chain_keys
 from kvhub_sglang.choice import Choice, choose
 from kvhub_sglang.lineage import EXACT
 from kvhub_sglang.namespace import policy_digest
@@ -61,10 +61,11 @@ class Decision:
         why = self._add_mapped(plan, candidates, choice, max(own_end, lossy))
         reach = min(plan.covered_to(max(own_end, lossy)), self.limit)
         if candidates and reach - own_end >= serving.settings.min_span:
-            self._require_exact_prefix(plan, own_end, lossy)
             plan.lossy, plan.salt = True, salt
-            plan.keys = chain_keys(Namespace(serving.digest, "lossy", self.tenant), self.tokens[: self.limit])
-            plan.policy_lineage = Lineage(hops=choice.max_hops, mappers=allowed)
+            plan.worst = Lineage(hops=choice.max_hops, mappers=allowed)
+            needed = max((c.mapper.manifest.exact_prefix for c in plan.applied()), default=0)
+            if own_end < needed and lossy < needed:
+                raise Refusal(Code.EXACT_PREFIX, f"the first {needed} tokens are not held exactly here")
             return plan
         plan.blocks = {i: b for i, b in plan.blocks.items() if b.candidate is None}
         if own_end > exact:
@@ -78,7 +79,7 @@ class Decision:
         serving = self.serving
         keys = chain_keys(Namespace(serving.digest, "exact", self.tenant), self.tokens[: self.limit])
         index = exact // BLOCK_TOKENS
-        while index < len(keys) and serving.exchange.header(keys[index]) is not None:
+        while index < len(keys) and _is_exact(serving.exchange.header(keys[index])):
             plan.blocks[index] = BlockSource(keys[index], None, EXACT)
             index += 1
         end = min(plan.exact_to(exact), self.limit)
@@ -119,10 +120,11 @@ class Decision:
                 header = self.serving.exchange.header(key)
                 if header is None:
                     continue
-                lineage = header.lineage.then(candidate.digest)
-                if lineage.hops > max_hops:
-                    refusal = Refusal(Code.HOPS, f"block {index} would have {lineage.hops} mappers under it")
+                if header.lineage.hops >= max_hops:
+                    hops = header.lineage.hops + 1
+                    refusal = Refusal(Code.HOPS, f"block {index} would have {hops} mappers under it")
                     continue
+                lineage = header.lineage.then(candidate.digest)
                 if not set(lineage.mappers) <= allowed:
                     refusal = Refusal(Code.HOPS, f"block {index} has a mapper under it that is not allowed")
                     continue
@@ -132,11 +134,6 @@ class Decision:
                     return best, refusal
         return best, refusal
 
-    def _require_exact_prefix(self, plan: Plan, own_end: int, lossy: int) -> None:
-        """A mapper fitted without the first n positions needs this model's own rows there."""
-        for source in plan.blocks.values():
-            if source.candidate is None:
-                continue
-            needed = source.candidate.mapper.manifest.exact_prefix
-            if own_end < needed and lossy < needed:
-                raise Refusal(Code.EXACT_PREFIX, f"the first {needed} tokens are not held exactly here")
+
+def _is_exact(header: BlockHeader | None) -> bool:
+    return header is not None and header.lineage.exact

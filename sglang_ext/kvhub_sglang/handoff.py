@@ -1,4 +1,4 @@
-"""One handoff, step by step: match, promise, load. No SGLang class is needed here."""
+"""One handoff, step by step: decide, promise, load. No SGLang class is needed here."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvhub.exchange import BLOCK_TOKENS
 from kvhub_sglang.decide import Decision, unsupported
-from kvhub_sglang.lineage import exact_tokens, lineage_of
+from kvhub_sglang.lineage import EXACT, RowLineages
 from kvhub_sglang.place import Pool, place, read_runs
 from kvhub_sglang.plan import Plan
 from kvhub_sglang.refusal import Code, Refusal
@@ -25,8 +24,7 @@ def new_plan(serving: Serving, req: Any, limit: int, match: Callable[[str | None
     `dead`, under its own salt; a forged salt is moved where nothing lossy is.
     """
     started = time.perf_counter()
-    tokens = req.origin_input_ids + req.output_ids
-    report = Report(prompt=len(tokens))
+    report = Report(prompt=len(req.origin_input_ids))
     original = req.cache_salt
     tenant = (original or "", req.extra_key or "")
     try:
@@ -34,6 +32,7 @@ def new_plan(serving: Serving, req: Any, limit: int, match: Callable[[str | None
             raise Refusal(Code.FORGED_SALT, "cache_salt imitates a reserved namespace")
         if kind := unsupported(req):
             raise Refusal(Code.UNSUPPORTED, kind)
+        tokens = req.origin_input_ids + req.output_ids
         plan = Decision(serving, req, tokens, limit).plan(report, match)
     except Refusal as refusal:
         plan = Plan(original, original, tenant, report, dead=True)
@@ -48,31 +47,48 @@ def new_plan(serving: Serving, req: Any, limit: int, match: Callable[[str | None
     return plan
 
 
-def promise(serving: Serving, plan: Plan, base: int, exact: int, exact_node: Any, limit: int) -> int:
+def promise(
+    serving: Serving,
+    rows: RowLineages,
+    plan: Plan,
+    base: int,
+    held: Tensor,
+    exact: tuple[int, Any],
+    limit: int,
+) -> int:
     """Tokens beyond the device match that a load can bring now; notes them in the plan.
 
-    base: device match in the request's own namespace. exact: device match of the
-    same tokens in the exact one (equal to base for an exact plan).
+    base: device match in the request's own namespace; held: its slots, if that is the
+    lossy one. exact: length and node of the device match of the same tokens in the
+    exact one (an exact plan: its own).
     """
-    plan.base, plan.exact_length, plan.exact_node = base, exact, exact_node
-    end = min(plan.covered_to(max(base, exact)), limit)
+    plan.base, plan.held = base, held
+    plan.exact_length, plan.exact_node = exact
+    end = min(plan.covered_to(plan.mapped_from), limit)
     end -= end % serving.page_size
-    plan.promised = 0 if plan.dead else max(0, end - base)
-    plan.reused = base + plan.promised
-    _account(serving, plan)
+    plan.promised = 0 if plan.dead else max(0, end - plan.base)
+    if plan.promised and (missing := _missing_prefix(rows, plan)):
+        fail(plan, Code.EXACT_PREFIX, f"the first {missing} tokens are not held exactly here")
+    account(serving, rows, plan)
     return plan.promised
 
 
-def leave(plan: Plan, device: int, host: int) -> None:
-    """SGLang's own host cache holds `host` more tokens: its load is not mixed with ours."""
-    plan.base, plan.promised, plan.reused = device, 0, device + host
-    plan.report.count(exact=0 if plan.lossy else plan.reused, reused=plan.reused)
-    plan.report.reason, plan.report.detail = Code.HICACHE, "SGLang's host cache serves this request"
+def _missing_prefix(rows: RowLineages, plan: Plan) -> int:
+    """The exact prefix that a mapper of this promise needs and the request would not have, or 0."""
+    needed = max(
+        (s.candidate.mapper.manifest.exact_prefix for s in plan.placed() if s.candidate is not None),
+        default=0,
+    )
+    have = plan.base if plan.base < needed else needed
+    kept = bool(rows.exact(plan.held[:have]).all()) if plan.lossy else True
+    reach = plan.exact_to(plan.mapped_from) if plan.base < needed else needed
+    return 0 if kept and reach >= needed else needed
 
 
 def load(
     serving: Serving,
     pool: Pool,
+    rows: RowLineages,
     plan: Plan,
     allocate: Callable[[int], Tensor | None],
     free: Callable[[Tensor], None],
@@ -91,66 +107,67 @@ def load(
         slots = allocate(count)
         if slots is None:
             raise Refusal(Code.CAPACITY, f"no {count} free slots")
-        if copied:
-            pool.copy(exact_rows(plan.exact_node)[base : base + copied], slots[:copied])
-        place(serving, pool, runs, slots, base)
-        _remember(serving, plan)
+        rows.note(slots, EXACT)
+        place(serving, pool, runs, slots, base, copy=exact_rows(plan.exact_node)[base : base + copied])
+        for run in runs:
+            for lineage, part in run.lineages():
+                rows.note(slots[part.start - base : part.stop - base], lineage)
     except Refusal as refusal:
         if slots is not None:
             free(slots)
         fail(plan, refusal.code, refusal.reason)
-        _account(serving, plan)
         return 0
     except BaseException:
         if slots is not None:
             free(slots)
         fail(plan, Code.INTERNAL, "unexpected error while loading")
-        _account(serving, plan)
         raise
     finally:
+        account(serving, rows, plan)
         plan.report.milliseconds += (time.perf_counter() - started) * 1e3
-    plan.slots = slots
+    plan.slots, plan.noted = slots, base + count
     return count
+
+
+def leave(serving: Serving, rows: RowLineages, plan: Plan, base: int, held: Tensor, host: int) -> None:
+    """SGLang's own host cache holds `host` more tokens and will load them."""
+    plan.base, plan.held, plan.exact_length, plan.promised = base, held, 0, 0
+    account(serving, rows, plan, host=host)
+    plan.report.reason, plan.report.detail = Code.HICACHE, "SGLang's host cache serves this request"
 
 
 def fail(plan: Plan, code: Code, reason: str) -> None:
     """Give up on this plan; what is on the device may still be used."""
-    plan.dead, plan.promised, plan.reused = True, 0, plan.base
+    plan.dead, plan.promised = True, 0
     plan.report.reason, plan.report.detail = code, reason
 
 
-def _account(serving: Serving, plan: Plan) -> None:
-    """Bring the report up to date with what is reused (device match and promise)."""
-    report, reused = plan.report, plan.reused
-    exact = exact_tokens(serving, plan) if plan.lossy else reused
-    report.count(exact=exact, reused=reused)
+def account(serving: Serving, rows: RowLineages, plan: Plan, *, host: int = 0) -> None:
+    """Bring the report up to date with what is reused.
+
+    host: tokens that SGLang's own host cache loads; in the lossy namespace their
+    history is not known here, and they count as mapped.
+    """
+    report, placed = plan.report, plan.placed()
+    reused = plan.reused + host
+    exact = reused
+    lineage = EXACT
     if plan.lossy:
-        lineages = lineage_of(serving, plan, plan.keys[: -(-reused // BLOCK_TOKENS)])
-        report.hops = max((lineage.hops for lineage in lineages), default=0)
-    used = [
-        plan.blocks[i].candidate
-        for i in range(max(plan.base, plan.exact_length) // BLOCK_TOKENS, -(-reused // BLOCK_TOKENS))
-        if i in plan.blocks and plan.blocks[i].candidate is not None
-    ]
-    for candidate in used[:1]:
-        assert candidate is not None
-        report.source, report.mapper = candidate.source.name, candidate.digest
-    report.draft = any(candidate is not None and candidate.draft for candidate in used) or (
-        report.mapped > 0 and any(c.draft for c in serving.candidates)
-    )
-    if report.mapped and not report.mapper and len(serving.candidates) == 1:
-        [candidate] = serving.candidates
-        report.source, report.mapper = candidate.source.name, candidate.digest
+        reach = max(plan.base, min(plan.exact_to(plan.mapped_from), plan.reused))
+        exact = int(rows.exact(plan.held).sum()) + reach - plan.base
+        lineage = rows.under(plan.held)
+        for source in placed:
+            lineage = lineage.merge(source.lineage)
+    report.count(exact=exact, reused=reused)
+    report.hops = lineage.hops
+    applied = [s.candidate for s in placed if s.candidate is not None]
+    under = [c for c in serving.candidates if c.digest in lineage.mappers]
+    named = [*applied, *under][:1]
+    report.source = named[0].source.name if named and report.mapped else ""
+    report.mapper = named[0].digest if named and report.mapped else ""
+    report.draft = report.mapped > 0 and any(c.draft for c in (*applied, *under))
     if not plan.dead:
         report.reason = Code.MAPPED if report.mapped else Code.EXACT
-
-
-def _remember(serving: Serving, plan: Plan) -> None:
-    """Keep the lineage of every reused block for later requests of this process."""
-    if plan.lossy:
-        keys = plan.keys[: plan.reused // BLOCK_TOKENS]
-        for key, lineage in zip(keys, lineage_of(serving, plan, keys), strict=True):
-            serving.remember(key, lineage)
 
 
 def finish(serving: Serving, rid: str, plan: Plan) -> None:

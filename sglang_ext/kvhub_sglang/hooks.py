@@ -12,8 +12,9 @@ from typing import Any
 
 STREAMER = "sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-WEIGHT_UPDATES = tuple(
-    f"{_UPDATER}.update_weights_from_{origin}" for origin in ("disk", "distributed", "tensor", "ipc")
+WEIGHT_UPDATES = (
+    *(f"{_UPDATER}.update_weights_from_{origin}" for origin in ("disk", "distributed", "tensor", "ipc")),
+    f"{_UPDATER}.check_weights",  # its test actions overwrite weights
 )
 
 _switch_off: Callable[[str], None] | None = None

@@ -1,50 +1,50 @@
-"""What lies under each row of a request in the lossy namespace.
+"""What lies under every row of the pool that is in the lossy namespace, slot by slot.
 
-Rows that the device held there are judged by what this process remembers of their
-block, never by what the exact namespace holds now: the same tokens may have been
-mapped first and computed exactly later.
+A slot is the only name of a row that cannot mean another one: the same tokens may be
+mapped in one request and computed in the next, branch in the middle of a block, or
+be inserted by whoever came first. A slot is noted before SGLang's tree can show it to
+anyone else. Slots of the exact namespace are never asked for.
 """
 
 from __future__ import annotations
 
-from kvhub.exchange import BLOCK_TOKENS, Lineage
-from kvhub_sglang.plan import Plan
-from kvhub_sglang.serving import Serving
+import torch
+from torch import Tensor
+
+from kvhub.exchange import Lineage
 
 EXACT = Lineage(hops=0, mappers=[])
 
 
-def lineage_of(serving: Serving, plan: Plan, keys: list[bytes]) -> list[Lineage]:
-    """Lineage of the first `len(keys)` blocks: never less than what lies before a block.
+class RowLineages:
+    """Lineage of each slot of one pool.
 
-    keys: the request's own chain in the lossy class. Computed rows have the lineage
-    of all that is before them.
+    slots: how many slots the pool has. Slots are given as int tensors on any device.
     """
-    result: list[Lineage] = []
-    running = EXACT
-    for index, key in enumerate(keys):
-        running = running.merge(_own(serving, plan, index, key))
-        result.append(running)
-    return result
 
+    def __init__(self, slots: int) -> None:
+        self._number = torch.zeros(slots, dtype=torch.int32)
+        self._known: list[Lineage] = [EXACT]
+        self._numbers: dict[tuple[int, tuple[str, ...]], int] = {(0, ()): 0}
 
-def exact_tokens(serving: Serving, plan: Plan) -> int:
-    """How many of the reused rows of a lossy request are this model's own, exactly."""
-    full = plan.base // BLOCK_TOKENS
-    known = lineage_of(serving, plan, plan.keys[:full])
-    exact = BLOCK_TOKENS * sum(_own(serving, plan, i, plan.keys[i]).exact for i in range(full))
-    if all(lineage.exact for lineage in known):
-        exact += plan.base % BLOCK_TOKENS  # the rest of a block was computed on what is before it
-    reach = min(plan.exact_to(max(plan.base, plan.exact_length)), plan.reused)
-    return exact + max(0, reach - plan.base)
+    def note(self, slots: Tensor, lineage: Lineage) -> None:
+        """These rows now have this lineage."""
+        name = (lineage.hops, tuple(lineage.mappers))
+        if name not in self._numbers:
+            self._numbers[name] = len(self._known)
+            self._known.append(lineage)
+        self._number[slots.to("cpu", torch.int64)] = self._numbers[name]
 
+    def under(self, slots: Tensor) -> Lineage:
+        """The lineage of a row computed on all of these."""
+        merged = EXACT
+        for number in torch.unique(self._of(slots)).tolist():
+            merged = merged.merge(self._known[number])
+        return merged
 
-def _own(serving: Serving, plan: Plan, index: int, key: bytes) -> Lineage:
-    """Lineage of one block, whatever lies before it."""
-    start, end = index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS
-    if end <= plan.base:
-        return serving.lineage(key, plan.policy_lineage)
-    placed = max(start, plan.base, plan.exact_length) < min(end, plan.reused)
-    if placed and index in plan.blocks:
-        return plan.blocks[index].lineage
-    return EXACT  # copied from exact rows, or computed on what is before it
+    def exact(self, slots: Tensor) -> Tensor:
+        """`[len(slots)]` bool: which rows are this model's own, computed on its own."""
+        return self._of(slots) == 0
+
+    def _of(self, slots: Tensor) -> Tensor:
+        return self._number[slots.to("cpu", torch.int64)]

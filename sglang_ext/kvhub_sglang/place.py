@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvhub.exchange import BLOCK_TOKENS, Block, BlockCorrupt, BlockMissing
+from kvhub.exchange import BLOCK_TOKENS, Block, BlockCorrupt, BlockMissing, Lineage
 from kvhub.mapper import SourceRows
 from kvhub_kernels.rows import Rows
 from kvhub_sglang.plan import BlockSource, Plan
@@ -32,6 +32,11 @@ class Pool:
     @property
     def device(self) -> torch.device:
         return self.keys[0].device
+
+    @property
+    def size(self) -> int:
+        """Slots, the padding page included."""
+        return int(self.keys[0].shape[0])
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy rows from `source` slots to `target` slots in every layer."""
@@ -59,6 +64,13 @@ class _Run:
     blocks: list[Block]
     start: int
     stop: int
+    sources: list[BlockSource]
+
+    def lineages(self) -> Iterator[tuple[Lineage, range]]:
+        """Lineage of the rows of each block, and the tokens wanted of it."""
+        for number, source in enumerate(self.sources, self.first_block):
+            first, last = number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS
+            yield source.lineage, range(max(first, self.start), min(last, self.stop))
 
     @property
     def rows(self) -> Tensor:
@@ -81,9 +93,11 @@ def read_runs(serving: Serving, plan: Plan, start: int, stop: int) -> list[_Run]
         lo, hi = max(start, index * BLOCK_TOKENS), min(stop, (index + 1) * BLOCK_TOKENS)
         if runs and runs[-1].candidate is source.candidate:
             last = runs[-1]
-            runs[-1] = _Run(last.candidate, last.first_block, [*last.blocks, block], last.start, hi)
+            last.blocks.append(block)
+            last.sources.append(source)
+            runs[-1] = replace(last, stop=hi)
         else:
-            runs.append(_Run(source.candidate, index, [block], lo, hi))
+            runs.append(_Run(source.candidate, index, [block], lo, hi, [source]))
     return runs
 
 
@@ -100,18 +114,21 @@ def _get(serving: Serving, source: BlockSource) -> Block:
     except OSError as error:
         raise Refusal(Code.EXCHANGE, f"cannot read the exchange: {error.strerror}") from None
     found = block.header.lineage
-    expected = source.lineage if candidate is None else found.then(candidate.digest)
-    if expected.hops > source.lineage.hops or (candidate is None and not found.exact):
+    # the header was read unchecked when the request was decided; now it is proven
+    if (found if candidate is None else found.then(candidate.digest)) != source.lineage:
         raise Refusal(Code.HOPS, "a block changed its lineage")
     return block
 
 
-def place(serving: Serving, pool: Pool, runs: list[_Run], slots: Tensor, base: int) -> None:
-    """Write the rows of `runs` into `slots` (slot i holds token base + i), every layer.
+def place(serving: Serving, pool: Pool, runs: list[_Run], slots: Tensor, base: int, *, copy: Tensor) -> None:
+    """Write into `slots` (slot i holds token base + i), every layer: `copy`, then the rows of `runs`.
 
+    copy: slots of the exact rows to copy, for the first tokens.
     `Refusal(NOT_FINITE)` if a mapped row is not finite; the slots are then worthless.
     """
     with forward_order(serving):
+        if len(copy):
+            pool.copy(copy, slots[: len(copy)])
         for run in runs:
             target = slots[run.start - base : run.stop - base]
             if run.candidate is None:
@@ -139,5 +156,7 @@ def forward_order(serving: Serving) -> Iterator[None]:
     if serving.stream is None:
         yield
     else:
+        # slots and indices were made on the scheduler's stream
+        serving.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(serving.stream):  # type: ignore[arg-type]
             yield

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from kvhub.exchange import BLOCK_TOKENS, Lineage
 from kvhub_sglang.report import Report
 
@@ -37,33 +40,61 @@ class Plan:
     lossy: bool = False
     blocks: dict[int, BlockSource] = field(default_factory=dict)
     """By block index; blocks that the device held at the decision are absent."""
-    keys: list[bytes] = field(default_factory=list)
-    """The request's own chain in the lossy class, for the tokens that may be reused."""
-    policy_lineage: Lineage = field(default_factory=lambda: Lineage(hops=0, mappers=[]))
-    """The worst that the namespace admits, for device rows of unknown history."""
+    worst: Lineage = field(default_factory=lambda: Lineage(hops=0, mappers=[]))
+    """The most that the lossy namespace admits, for rows of unknown history."""
     dead: bool = False
-    """A load failed: nothing is promised again."""
+    """Refused, or a load failed: nothing is promised again."""
 
-    # state of the current scheduling pass
+    # what the current scheduling pass found and promised, in tokens
     base: int = 0
-    promised: int = 0
+    """Device match in the request's own namespace."""
+    held: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """Slots of the device match."""
     exact_length: int = 0
+    """Device match of the same tokens in the exact namespace."""
     exact_node: Any = None
-    reused: int = 0
-    """Device match plus promise: tokens the request will not compute."""
-    slots: Any = None
+    promised: int = 0
+    slots: Tensor | None = None
     """Pool slots filled by the load and not yet in the request's row."""
+    noted: int = 0
+    """Tokens of the request's row whose lineage is noted."""
+
+    @property
+    def reused(self) -> int:
+        """Device match plus promise: tokens the request will not compute."""
+        return self.base + self.promised
+
+    @property
+    def mapped_from(self) -> int:
+        """Where rows that the device does not hold in any namespace begin."""
+        return max(self.base, self.exact_length)
+
+    def placed(self) -> list[BlockSource]:
+        """The blocks from the exchange that the promise consists of, in order."""
+        last = -(-self.reused // BLOCK_TOKENS)
+        if self.reused <= self.mapped_from:
+            return []
+        return [self.blocks[i] for i in range(self.mapped_from // BLOCK_TOKENS, last)]
+
+    def applied(self) -> list[Candidate]:
+        """The mappers of all planned blocks."""
+        return [source.candidate for source in self.blocks.values() if source.candidate is not None]
+
+    def become_exact(self) -> None:
+        """Back to the request's own namespace; only while it holds nothing in the lossy one."""
+        self.lossy, self.salt = False, self.original_salt
+        self.blocks = {i: block for i, block in self.blocks.items() if block.candidate is None}
 
     def covered_to(self, start: int) -> int:
         """End of the contiguous tokens available from `start` through `blocks`."""
-        index = start // BLOCK_TOKENS
-        while index in self.blocks:
-            index += 1
-        return max(start, index * BLOCK_TOKENS)
+        return self._reach(start, own=False)
 
     def exact_to(self, start: int) -> int:
         """End of the contiguous *exact* tokens from `start` through own blocks."""
+        return self._reach(start, own=True)
+
+    def _reach(self, start: int, *, own: bool) -> int:
         index = start // BLOCK_TOKENS
-        while index in self.blocks and self.blocks[index].candidate is None:
+        while index in self.blocks and not (own and self.blocks[index].candidate is not None):
             index += 1
         return max(start, index * BLOCK_TOKENS)

@@ -50,7 +50,11 @@ class Report:
         }
 
     def count(self, *, exact: int, reused: int) -> None:
-        """Set the token counts: the first `exact` tokens exact, reused up to `reused`."""
+        """Set the token counts of the prompt: `reused` tokens, `exact` of them exact.
+
+        After a retraction a request also reuses rows of its own answer; they are not prompt.
+        """
+        reused = min(reused, self.prompt)
         self.exact = min(exact, reused)
         self.mapped = reused - self.exact
         self.prefilled = self.prompt - reused

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvhub.exchange import Exchange, Layout, Lineage
+from kvhub.exchange import Exchange, Layout
 from kvhub_sglang.namespace import Salts
 from kvhub_sglang.report import Metrics
 from kvhub_sglang.settings import ServingSettings
@@ -17,8 +16,6 @@ from kvhub_sglang.settings import ServingSettings
 if TYPE_CHECKING:
     from kvhub.mapper import Mapper
     from kvhub.model.identity import ModelIdentity
-
-_LINEAGES = 65536
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +43,7 @@ class Candidate:
 
 @dataclass
 class Serving:
-    """Fixed at start, but for the memory of lineages."""
+    """Fixed at start."""
 
     settings: ServingSettings
     identity: ModelIdentity
@@ -57,7 +54,6 @@ class Serving:
     salts: Salts = field(default_factory=Salts)
     stream: torch.Stream | None = None
     """The stream that forwards run on (CUDA); rows are placed in its order."""
-    _lineages: OrderedDict[bytes, Lineage] = field(default_factory=OrderedDict)
 
     @cached_property
     def digest(self) -> str:
@@ -67,16 +63,6 @@ class Serving:
     @cached_property
     def layout(self) -> Layout:
         return layout_of(self.identity)
-
-    def remember(self, key: bytes, lineage: Lineage) -> None:
-        """Note what lies under a lossy block of this process, bounded."""
-        self._lineages[key] = lineage
-        self._lineages.move_to_end(key)
-        if len(self._lineages) > _LINEAGES:
-            self._lineages.popitem(last=False)
-
-    def lineage(self, key: bytes, otherwise: Lineage) -> Lineage:
-        return self._lineages.get(key, otherwise)
 
 
 def layout_of(identity: ModelIdentity) -> Layout:

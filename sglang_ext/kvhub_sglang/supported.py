@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from kvhub.exchange import BLOCK_TOKENS
 from kvhub.model.engine import served_otherwise
+from kvhub.model.fingerprint import weight_files
 from kvhub.model.identity import Geometry, RopeSpec
 from kvhub.model.live import probe_positions
 from kvhub.model.rope import rotary_table
+
+_ROWS = 4
 
 
 def refused_configuration(ctx: Any) -> str | None:
@@ -32,6 +37,12 @@ def refused_configuration(ctx: Any) -> str | None:
         ((value("dp_size") or 1) > 1, "data parallelism"),
         ((value("dcp_size") or 1) > 1, "decode context parallelism"),
         (value("enable_streaming_session"), "streaming sessions"),
+        # what is computed must be what the files say: these change it behind the identity
+        (value("load_format") not in (None, "auto", "safetensors"), f"--load-format {value('load_format')}"),
+        (value("quantization") or value("torchao_config"), "quantization"),
+        (value("json_model_override_args") not in (None, "", "{}"), "--json-model-override-args"),
+        (value("model_loader_extra_config") not in (None, "", "{}"), "--model-loader-extra-config"),
+        (value("custom_weight_loader"), "a custom weight loader"),
         (BLOCK_TOKENS % ctx.params.page_size, f"page size {ctx.params.page_size}"),
     )
     return next((name for condition, name in refusals if condition), None)
@@ -87,3 +98,26 @@ def _refused_table(module: Any, rope: RopeSpec) -> str | None:
         because = served_otherwise(rope)
         return f"a rotary table that is {float(error.max()):.3f} off" + (f": {because}" if because else "")
     return None
+
+
+def refused_weights(model: Any, path: Path) -> str | None:
+    """Why the weights in memory are not those of the files in `path`, or None.
+
+    Compares rows of the embedding and of two projections of every layer, rounded to
+    the model's dtype; names as in the checkpoint, which SGLang keeps for these.
+    """
+    live = dict(model.named_parameters())
+    names = ["model.embed_tokens.weight"]
+    names += sorted(n for n in live if n.endswith(("self_attn.o_proj.weight", "mlp.down_proj.weight")))
+    compared = 0
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as tensors:
+            for name in set(names) & set(tensors.keys()):
+                rows = tensors.get_slice(name)[:_ROWS]
+                found = live[name].data if name in live else None
+                if found is None or found.shape[1:] != rows.shape[1:]:
+                    return f"a parameter {name} of another shape than in the files"
+                if not torch.equal(found[: len(rows)].cpu(), rows.to(found.dtype)):
+                    return f"other weights in {name} than the files"
+                compared += 1
+    return None if compared >= 2 else "no weights that could be compared with the files"

@@ -197,7 +197,8 @@ def test_a_mapper_that_gives_nan(tmp_path: Path) -> None:
         ("handoff", "new_plan"),
         ("handoff", "promise"),
         ("handoff", "place"),
-        ("handoff", "_remember"),
+        ("handoff", "account"),
+        ("cache", "_note"),
         ("handoff", "finish"),
     ],
 )
