@@ -84,7 +84,11 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         params.key.cache_salt = req.cache_salt or None
         result = super().match_prefix(params)
         serving = self.serving
-        if plan is None or serving is None:
+        if plan is None:
+            return result
+        if serving is None:  # switched off since the decision: what the device holds may still be used
+            handoff.settle(plan, result.device_prefix_len, Code.DISABLED, self.off_because)
+            self._refresh(req, plan)
             return result
         promised = self._guarded("promise", lambda: self._promise(serving, plan, req, params.key, result), 0)
         if plan.lossy and not promised and not result.device_prefix_len and not result.host_hit_length:
@@ -156,8 +160,7 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         loaded = self._guarded("init_load_back", lambda: self._load(req, plan), 0)
         if not loaded:
             if not plan.dead:
-                handoff.fail(plan, Code.DISABLED, self.off_because)
-                plan.report.count(exact=0 if plan.lossy else plan.base, reused=plan.base)
+                handoff.settle(plan, plan.base, Code.DISABLED, self.off_because)
             if req.prefix_len == 0 and plan.lossy:
                 plan.become_exact()
                 req.cache_salt = plan.salt

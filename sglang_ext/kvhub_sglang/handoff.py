@@ -142,6 +142,13 @@ def fail(plan: Plan, code: Code, reason: str) -> None:
     plan.report.reason, plan.report.detail = code, reason
 
 
+def settle(plan: Plan, device: int, code: Code, reason: str) -> None:
+    """Give up without knowing more of the device's rows than that they are there."""
+    fail(plan, code, reason)
+    plan.report.count(exact=0 if plan.lossy else device, reused=device)
+    plan.report.source = plan.report.mapper = ""
+
+
 def account(serving: Serving, rows: RowLineages, plan: Plan, *, host: int = 0) -> None:
     """Bring the report up to date with what is reused.
 
