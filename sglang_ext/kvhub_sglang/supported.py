@@ -112,7 +112,7 @@ def refused_weights(model: Any, path: Path) -> str | None:
     compared = 0
     for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
-            for name in set(names) & set(tensors.keys()):
+            for name in sorted(set(names) & set(tensors.keys())):
                 rows = tensors.get_slice(name)[:_ROWS]
                 found = live[name].data if name in live else None
                 if found is None or found.shape[1:] != rows.shape[1:]:

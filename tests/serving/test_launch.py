@@ -77,7 +77,16 @@ def test_dtype_is_taken_from_the_flags(flags: list[str], dtype: str | None, rest
 
 @pytest.mark.parametrize(
     "flags",
-    [["--dtype"], ["--dtype", "fp8"], ["--model-path", "x"], ["--port=3"], ["--radix-cache-backend=x"]],
+    [
+        ["--dtype"],
+        ["--dtype", "fp8"],
+        ["--model-path", "x"],
+        ["--port=3"],
+        ["--radix-cache-backend=x"],
+        ["--model-pa", "x"],
+        ["--radix-cache-b=x"],
+        ["--dtyp", "half"],
+    ],
 )
 def test_flags_that_would_contradict_are_refused(flags: list[str]) -> None:
     with pytest.raises(BadInput):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from sglang.srt.layers.rotary_embedding import get_rope
 from kvhub.model.config import read_config
 from kvhub.model.engine import served_otherwise
 from kvhub.model.identity import RopeSpec
+from kvhub.model.load import load_model
 from kvhub.model.rope import rope_spec, rotary_table
 from kvhub_kernels.rotary import apply_rope
-from kvhub_sglang.supported import refused_rotary
+from kvhub_sglang.supported import refused_configuration, refused_rotary, refused_weights
 
+MODELS = Path(__file__).parents[2] / "models"
 SERVED = [
     name for name in ROPES if "longrope" not in name and name not in ("dynamic", "yarn attention_factor")
 ]
@@ -118,3 +121,40 @@ def test_partial_factor_that_the_engines_phi3_does_not_find(tmp_path: Path) -> N
     config = read_config(make_rope(tmp_path / "m", "phi3 partial")).config
     assert config.rope_parameters["partial_rotary_factor"] == 0.75
     assert getattr(config, "partial_rotary_factor", 1) == 1
+
+
+def test_weights_in_memory_must_be_those_of_the_files() -> None:
+    loaded = load_model(MODELS / "small", torch.float32)
+    assert refused_weights(loaded.model, MODELS / "small") is None
+    assert "model.embed_tokens.weight" in str(refused_weights(loaded.model, MODELS / "large"))
+    with torch.no_grad():
+        loaded.model.model.layers[3].mlp.down_proj.weight[2, 5] += 1
+    assert "layers.3.mlp.down_proj" in str(refused_weights(loaded.model, MODELS / "small"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [
+        ("load_format", "dummy", "dummy"),
+        ("quantization", "fp8", "quantization"),
+        ("torchao_config", "int8wo", "quantization"),
+        ("json_model_override_args", '{"rms_norm_eps": 0.5}', "override"),
+        ("speculative_algorithm", "EAGLE", "speculative"),
+        ("enable_lora", True, "LoRA"),
+        ("tp_size", 2, "tensor"),
+        ("pp_size", 2, "pipeline"),
+        ("disaggregation_mode", "prefill", "PD"),
+    ],
+)
+def test_configurations_are_refused_by_name(option: str, value: object, named: str) -> None:
+    plain = SimpleNamespace(load_format="auto", json_model_override_args="{}", disaggregation_mode="null")
+    context = SimpleNamespace(
+        server_args=plain,
+        disable_radix_cache=False,
+        is_hybrid_swa=False,
+        is_hybrid_ssm=False,
+        params=SimpleNamespace(page_size=16),
+    )
+    assert refused_configuration(context) is None
+    setattr(plain, option, value)
+    assert named in str(refused_configuration(context))
