@@ -7,7 +7,8 @@ of that length; the source has answered both. On the target one is asked with re
 and the other without, in alternating order, each for the first time: a pair. The
 ratio is prefill / reuse, so above 1 reuse is faster. Excluded: the source's own
 prefill (it happened in the turn before), shown beside. Included: everything the
-target does, the read of the blocks, their checks and the map.
+target does, the read of the blocks, their checks and the map. Two tokens are asked for,
+so that the first is streamed before the request ends and publishes its own blocks.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def ask(server: Server, prompt: list[int], *, reuse: bool) -> tuple[float, dict[
     body: dict[str, Any] = {
         "input_ids": prompt,
         "stream": True,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+        "sampling_params": {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True},
     }
     if reuse:
         body["kv_hints"] = HINTS
