@@ -18,7 +18,7 @@ Result = Literal["ok", "warns", "FAILS"]
 SUPPORTED: tuple[tuple[str, str, str, str], ...] = (
     ("torch", "2.9", "", 'pip install "kvhub[torch]": needed to fit, evaluate and apply'),
     ("transformers", "5", "", 'pip install "kvhub[torch]"'),
-    ("sglang", "0.5.22", "0.6", 'pip install "kvhub[sglang]": needed to serve'),
+    ("sglang", "0.5.23", "0.6", 'pip install "kvhub[sglang]": needed to serve'),
     ("huggingface-hub", "1.31", "3", "pip install -U huggingface-hub"),
     ("sqlmodel", "0.0.45", "", "pip install -U sqlmodel"),
     ("cryptography", "42", "", 'pip install "kvhub[sign]": needed for signatures'),
