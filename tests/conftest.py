@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # a shell ignores it for what it runs in the background, and children inherit that: Ctrl-C is tested
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from pathlib import Path
 
