@@ -124,15 +124,32 @@ def run(argv: list[str] | None = None) -> int:
         # The reader of our output went away (`kvhub list | head`): nothing to report, nothing to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except PermissionError as error:
+        return _fail(
+            f"{error.filename or 'a file'} may not be written", "check who owns it, or set KVHUB_HOME", 4
+        )
     except Exception as error:  # the last line of defence: no user sees a traceback
         from kvhub.cli import output
 
+        if _interrupted(error):  # some libraries turn a Ctrl-C during an import into an error of their own
+            click.echo("Interrupted", err=True)
+            return 130
         known = _registry_error(error)
         if known is not None:
             return _fail(known.message, known.hint, known.exit_code)
         detail = output.clean(str(error)).strip()
         what = f"{type(error).__name__}: {detail}" if detail else type(error).__name__
         return _fail(what[:500], "this is a bug in kvhub; set KVHUB_DEBUG=1 to see where", 1)
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether a Ctrl-C is what an error goes back to."""
+    seen = 0
+    while error is not None and seen < 50:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
 
 
 def _fail(message: str, hint: str, code: int) -> int:

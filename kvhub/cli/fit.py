@@ -32,7 +32,7 @@ _FEW = 4
     help="Calibration text from a data set on the Hub, read only as far as it is needed.",
 )  # fmt: skip
 @click.option(
-    "--k", default="8", show_default=True, metavar="N|all|auto",
+    "--k", default=None, metavar="N|all|auto", show_default="8, or all layers where fewer",
     help="Source layers for each target layer; auto chooses on held-out attention output and KL.",
 )  # fmt: skip
 @click.option(
@@ -93,7 +93,7 @@ def command(
     target: str,
     texts: tuple[str, ...],
     datasets: tuple[str, ...],
-    k: str,
+    k: str | None,
     regularization: str,
     sequences: int,
     length: str,
@@ -129,7 +129,7 @@ def command(
 
     longest, lengths = parse_lengths(length)
     settings = FitSettings(
-        k=parse_k(k),
+        k=parse_k(k) if k is not None else FitSettings.k,
         regularization=parse_regularization(regularization),
         support=support,
         sequences=sequences,
@@ -156,6 +156,7 @@ def command(
             both=both,
             dtype=None if dtype == "auto" else getattr(torch, dtype),
             options=Options(
+                k_as_possible=k is None,
                 device=device,
                 output=output,
                 checkpoint=checkpoint,

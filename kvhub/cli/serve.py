@@ -158,7 +158,7 @@ def _check_files(row: MapperRow) -> None:
     """Refuse a damaged mapper here: the server itself would only log that it does not use it."""
     from kvhub.artifact.read import verify_artifact
 
-    if verify_artifact(Path(row.path), deep=False).digest != row.digest:
+    if verify_artifact(Path(row.path), deep=True).digest != row.digest:
         raise Corrupt(f"{row.path} holds another mapper than {row.digest[:12]}", "kvhub verify says more")
 
 

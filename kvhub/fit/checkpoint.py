@@ -102,7 +102,7 @@ class Checkpoint:
             self._state = {
                 "schema_version": FORMAT,
                 "fit": self._fit,
-                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "created": datetime.now(UTC).isoformat(timespec="microseconds"),
                 "windows": 0,
                 "file": None,
             }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 import kvhub
-from kvhub.errors import BadInput
+from kvhub.errors import AccessDenied, BadInput
 from kvhub.fit.blocks import block_bytes, layers_at_once
 from kvhub.fit.calibration import CalibrationSet, Corpus, calibration_set
 from kvhub.fit.captures import CaptureStore, demand_disk
@@ -35,6 +36,8 @@ class Options:
     """How a fit runs; none of it changes the result."""
 
     device: str = "cpu"
+    k_as_possible: bool = False
+    """Nobody named k: all layers where there are fewer than the default."""
     output: Path | None = None
     """None: `KVHUB_HOME/mappers/<digest>`; else `output/<source>--<target>--k<k>`."""
     checkpoint: Path | None = None
@@ -78,6 +81,11 @@ def fit(
     paths = resolve(source), resolve(target)
     one, other = (_identity(path, dtype) for path in paths)
     check_pair(one, other)
+    if options.k_as_possible and isinstance(settings.k, int):
+        most = min(one.geometry.num_layers, other.geometry.num_layers if both else settings.k)
+        settings = replace(settings, k=min(settings.k, most))
+    if options.output is not None:
+        demand_writable(options.output)
     _demand_context((one, other), settings)
     kept = Settings.load()
     where = places(one, other, settings, both, options.output)
@@ -187,6 +195,13 @@ def _describe(
         "texts": windows.dataset,
         "device": options.device.split(":")[0],
     }
+
+
+def demand_writable(place: Path) -> None:
+    """Refuse a place that cannot be written before hours are spent. Errors: `AccessDenied`."""
+    there = next(parent for parent in (place.absolute(), *place.absolute().parents) if parent.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise AccessDenied(f"{place} may not be written", "give another --output, or make it writable")
 
 
 def _demand_free(place: Path, checkpoint: Checkpoint) -> None:

@@ -194,7 +194,7 @@ def _fitted(
             score.add(*direction, positions)
         tell("score", number, len(windows.held_out))
     created = settings.created or (
-        checkpoint.created if checkpoint else datetime.now(UTC).isoformat(timespec="seconds")
+        checkpoint.created if checkpoint else datetime.now(UTC).isoformat(timespec="microseconds")
     )
     return [
         Fitted(

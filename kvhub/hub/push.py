@@ -108,7 +108,7 @@ def push(
     if MANIFEST not in present and present & (files.keys() - {CARD}):
         raise BadInput(f"{repo_id} holds something that is no mapper", "push to another repository")
     taken = _tag(hub, repo_id, tag) if tag else None
-    if taken is not None and taken != head.sha:
+    if taken is not None and not (taken == head.sha and _holds(head, manifest)):  # before anything is written
         raise BadInput(f"{repo_id} has a tag {tag!r} already", "tags do not move: choose another")
     title = (
         message or f"kvhub mapper {manifest.digest[:12]}: {manifest.source.name} -> {manifest.target.name}"
@@ -122,6 +122,15 @@ def push(
     with suppress(NotFound):  # a directory that was never registered here
         record_location(manifest.digest, HubLocation(repo_id=repo_id, commit=commit, pushed=True), settings)
     return Pushed(repo_id, commit, manifest, tag, proposal)
+
+
+def _holds(head: ModelInfo, manifest: Manifest) -> bool:
+    """Whether this very mapper is what the repository holds now."""
+    try:
+        _compare(head, manifest)
+    except KvhubError:
+        return False
+    return True
 
 
 def _info(hub: HfApi, repo_id: str, revision: str | None = None) -> ModelInfo:

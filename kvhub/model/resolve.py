@@ -27,6 +27,8 @@ def resolve(ref: str, *, revision: str | None = None, weights: bool = True) -> P
     if local.is_file():
         raise BadInput(f"{ref} is a file", "give the directory that holds config.json and the weights")
     repository, separator, tag = ref.partition("@")
+    if separator and Path(repository).expanduser().is_dir():
+        raise BadInput(f"{repository} is a directory and has no revision", "leave out the @")
     revision = tag if separator else revision
     if not _REPOSITORY.match(repository):
         raise NotFound(

@@ -94,7 +94,9 @@ def collect(
                 if not dry_run:
                     remove_locked(row, settings)
         gone = {item.path for item in garbage}
-        garbage += _strays(settings, {Path(row.path) for row in rows} | gone, grace, dry_run)
+        # by digest too: the home may have been moved, or the registry be shared by several machines
+        known = {Path(row.path) for row in rows} | {settings.mappers / row.digest for row in rows}
+        garbage += _strays(settings, known | gone, grace, dry_run)
         garbage += _blobs(settings, dry_run)
     return Collected(garbage, kept)
 
