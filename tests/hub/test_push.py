@@ -167,3 +167,17 @@ def test_the_card_on_the_hub_is_valid(hub: LoopbackHub, home: Settings, tmp_path
     results = ModelCard(card_of(hub)).data.eval_results
     assert results
     assert {result.metric_type for result in results} >= {"top1", "attention_cosine"}
+
+
+def test_a_taken_tag_is_refused_before_anything_is_written(
+    hub: LoopbackHub, home: Settings, tmp_path: Path
+) -> None:
+    """Even where the tag is at the head: another mapper's commit would leave it behind."""
+    for number in (1, 2):
+        publishable(tmp_path / str(number), seed=number)
+    first = push(tmp_path / "1", REPO, tag="v1")
+    before = len(hub.store.repos[REPO].commits)
+    with pytest.raises(BadInput, match="has a tag 'v1' already"):
+        push(tmp_path / "2", REPO, tag="v1")
+    repo = hub.store.repos[REPO]
+    assert repo.tags == {"v1": first.commit} and len(repo.commits) == before

@@ -181,3 +181,16 @@ def test_eight_processes_at_once(home: Settings, tmp_path: Path) -> None:
     for row in rows:
         verify_artifact(Path(row.path), deep=True)
     assert {path.name for path in home.mappers.iterdir()} - {".lock"} == {row.digest for row in rows}
+
+
+def test_a_home_that_was_moved_keeps_its_mappers(home: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry's paths are those of before; a digest under the new home is still a mapper's."""
+    manifests = [stored(home, n) for n in range(2)]
+    moved = home.home.rename(home.home.with_name("moved"))
+    monkeypatch.setenv("KVHUB_HOME", str(moved))
+    here = Settings.load()
+    for manifest in manifests:
+        os.utime(here.mappers / manifest.digest, (1, 1))  # long past any grace
+    assert collect(here).garbage == []
+    for manifest in manifests:
+        assert verify_artifact(here.mappers / manifest.digest, deep=True).digest == manifest.digest
