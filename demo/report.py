@@ -42,8 +42,8 @@ def show(turns: Sequence[Turn], conversations: int, drafts: Sequence[str]) -> No
             print(f"# Turn {number} mapped something in {turn.mapped_in} of {conversations} conversations.")
     if drafts:
         print(f"# NOT PASSED THE GATE, served by override: mapper {', '.join(drafts)}.")
-    print(f"# TTFT: median of {conversations} conversations, each held with and at once again without kvhub,")
-    print("# then on the same servers with the model's own cache in use.")
+    print(f"# TTFT: median of {conversations} conversations, each held with kvhub and at once again without,")
+    print("# on the same servers; without, a model still uses its own cache.")
     if any(turn.ttft_ms > turn.ttft_ms_without for turn in turns[1:]):
         print(
             "# A handoff took longer than the prefill that it saved: these models are tiny (see benchmarks/)."
