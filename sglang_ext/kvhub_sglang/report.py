@@ -1,11 +1,14 @@
-"""What kvhub did for a request: response metadata, a log line, Prometheus counters."""
+"""What kvhub did for a request: response metadata and a log line."""
 
 from __future__ import annotations
 
+import json
 import logging
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass
 from typing import Any
 
+from kvhub_sglang.metrics import Metrics as Metrics
 from kvhub_sglang.refusal import Code
 
 # SGLang shows loggers below its own name in the server log.
@@ -60,44 +63,17 @@ class Report:
         self.prefilled = self.prompt - reused
 
 
-@dataclass
-class Metrics:
-    """Prometheus counters of this process, made on first use.
-
-    prometheus_client binds to its multiprocess directory at import, which SGLang
-    sets after plugins are loaded; so it is imported late.
-    """
-
-    enabled: bool
-    _counters: dict[str, Any] = field(default_factory=dict)
-
-    def tokens(self, report: Report) -> None:
-        for kind in ("exact", "mapped", "prefilled"):
-            self._add("kvhub_tokens", "Prompt tokens by origin", "origin", kind, getattr(report, kind))
-        self._add("kvhub_requests", "Requests by outcome", "reason", str(report.reason), 1)
-        self._add("kvhub_seconds", "Seconds spent in kvhub", "stage", "handoff", report.milliseconds / 1e3)
-
-    def published(self, blocks: int, seconds: float) -> None:
-        self._add("kvhub_published_blocks", "Blocks left in the exchange", "result", "stored", blocks)
-        self._add("kvhub_seconds", "Seconds spent in kvhub", "stage", "publish", seconds)
-
-    def error(self, where: str) -> None:
-        self._add("kvhub_errors", "Errors caught inside kvhub", "where", where, 1)
-
-    def _add(self, name: str, text: str, label: str, value: str, amount: float) -> None:
-        if not self.enabled:
-            return
-        if name not in self._counters:
-            from prometheus_client import Counter
-
-            self._counters[name] = Counter(name, text, [label])
-        self._counters[name].labels(value).inc(amount)
-
-
 def log_report(rid: str, report: Report) -> None:
-    """One line per request that asked for reuse."""
+    """One line per request that asked for reuse: `key=value`, or JSON where KVHUB_LOG=json.
+
+    Either way a handler of the logger finds the same fields in the record's `kvhub`.
+    """
+    fields = {"rid": rid, **report.as_meta()}
+    if os.environ.get("KVHUB_LOG") == "json":
+        logger.info("kvhub %s", json.dumps(fields), extra={"kvhub": fields})
+        return
     logger.info(
-        "kvhub rid=%s reason=%s exact=%d mapped=%d prefilled=%d ms=%.1f source=%s mapper=%s%s%s",
+        "kvhub rid=%s reason=%s exact=%d mapped=%d prefilled=%d ms=%.1f source=%s mapper=%s hops=%d%s%s",
         rid,
         report.reason,
         report.exact,
@@ -106,6 +82,8 @@ def log_report(rid: str, report: Report) -> None:
         report.milliseconds,
         report.source or "-",
         report.mapper[:12] or "-",
+        report.hops,
         " DRAFT" if report.draft else "",
         f" ({report.detail})" if report.detail else "",
+        extra={"kvhub": fields},
     )
