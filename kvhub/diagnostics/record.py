@@ -1,0 +1,157 @@
+"""`assets/diagnostics.json`: what `kvhub diagnose` found, bound to a mapper's digest.
+
+It stands among the assets, which an artifact may carry without listing them: an older kvhub reads on.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from kvhub.artifact.manifest import Manifest
+from kvhub.errors import AccessDenied, Corrupt, Incompatible, KvhubError, NotFound
+from kvhub.evaluation.evidence import Score
+from kvhub.model.identity import Record, Sha256, canonical_json
+from kvhub.strict_json import first_fault, parse_object, read_bounded
+
+NAME = "assets/diagnostics.json"
+LIMIT = 64 << 20
+
+
+class LayerDiagnosis(Record):
+    """One target layer over all windows; lists are by query head."""
+
+    attention_cosine: list[float]
+    key_concentration: list[float]
+    value_concentration: list[float]
+    attention_kl: list[float]
+    output_error: list[float]
+    residual_error: float
+    key_error: float
+    value_error: float
+
+
+class PositionProfile(Record):
+    """Mean over layers of the error at every prefix position, as a share of the layer's spread."""
+
+    domain: str = Field(min_length=1, max_length=64)
+    key: list[float]
+    value: list[float]
+
+
+class LayerMaps(Record):
+    """R2 of one source layer for one target layer: `[target layers][source layers]`."""
+
+    rows: int
+    raw_key: list[list[float]]
+    content_key: list[list[float]]
+    value: list[list[float]]
+
+
+class KPoint(Record):
+    """Held-out R2 of ridges with the k best source layers, mean over target layers."""
+
+    k: int
+    r2_key: float
+    r2_value: float
+
+
+class Diagnostics(Record):
+    """All that was found for one mapper on one text."""
+
+    schema_version: Literal[1] = 1
+    mapper: Sha256
+    kvhub_version: str
+    created: str
+    text: Sha256
+    """sha256 over the token ids of all windows, as in the evidence."""
+    windows: int = Field(ge=1)
+    prefix: int = Field(ge=1)
+    tail: int = Field(ge=1)
+    exact_prefix: int = Field(ge=0)
+    scores: list[Score]
+    layers: list[LayerDiagnosis]
+    positions: list[PositionProfile]
+    maps: LayerMaps | None = None
+    by_k: list[KPoint] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        keys = [(score.metric, score.arm, score.domain) for score in self.scores]
+        if len(set(keys)) != len(keys):
+            raise ValueError("a score is given twice")
+        if self.maps is not None:
+            shapes = {
+                (len(rows), len(row))
+                for rows in (self.maps.raw_key, self.maps.content_key, self.maps.value)
+                for row in rows
+            }
+            if len(shapes) != 1:
+                raise ValueError("the R2 maps are not of one shape")
+        return self
+
+    def to_bytes(self) -> bytes:
+        """The bytes of `diagnostics.json`."""
+        return canonical_json(self.model_dump(mode="json")) + b"\n"
+
+    def score(self, metric: str, domain: str = "all") -> Score | None:
+        """The score for one metric and domain, or None."""
+        return next((s for s in self.scores if (s.metric, s.domain) == (metric, domain)), None)
+
+
+def read_diagnostics(directory: Path, manifest: Manifest) -> Diagnostics | None:
+    """The diagnostics beside `manifest`, or None where there are none.
+
+    Errors: `Corrupt` where they are malformed or another mapper's, `Incompatible(code="schema")` where a
+    newer kvhub wrote them.
+    """
+    try:
+        data = read_bounded(directory / NAME, limit=LIMIT)
+    except NotFound:
+        return None
+    version = parse_object(data, NAME).get("schema_version")
+    if type(version) is int and version > 1:
+        raise Incompatible("the diagnostics were made by a newer kvhub", "upgrade kvhub", code="schema")
+    try:
+        found = Diagnostics.model_validate_json(data)
+    except ValidationError as error:
+        raise Corrupt(f"{NAME}: {first_fault(error)}") from None
+    if found.mapper != manifest.digest:
+        raise Corrupt(f"{NAME} belongs to another mapper ({found.mapper[:12]})")
+    return found
+
+
+def write_diagnostics(directory: Path, diagnostics: Diagnostics) -> Path:
+    """Put them into an artifact's assets, replacing what was there in one step; returns the path.
+
+    Errors: `NotFound`, `AccessDenied`, `KvhubError` (disk full).
+    """
+    if not directory.is_dir():
+        raise NotFound(f"no such mapper: {directory}")
+    path = directory / NAME
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(exist_ok=True)
+        # Beside the artifact until it is whole, as the evidence is.
+        descriptor, name = tempfile.mkstemp(
+            prefix=f".{directory.name[:64]}.", dir=directory.absolute().parent
+        )
+        temporary = Path(name)
+        with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor, not a path
+            file.write(diagnostics.to_bytes())
+            file.flush()
+            os.fsync(descriptor)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except PermissionError:
+        raise AccessDenied(f"{directory} may not be written") from None
+    except OSError as error:
+        raise KvhubError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+    return path
