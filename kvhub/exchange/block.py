@@ -18,7 +18,7 @@ BLOCK_TOKENS = 64
 """Tokens in a block; independent of the page size of any engine."""
 
 _MAGIC = b"KVHUBBLK"
-_MAX_HEADER = 64 * 1024
+MAX_HEADER = 64 * 1024
 _ALIGNMENT = 64
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -112,7 +112,7 @@ def decode_header(data: bytes | memoryview) -> tuple[BlockHeader, int]:
     if len(data) < 12 or bytes(data[:8]) != _MAGIC:
         raise BlockCorrupt("not a block")
     size = int.from_bytes(data[8:12], "little")
-    if size > _MAX_HEADER or 12 + size > len(data) or (12 + size) % _ALIGNMENT:
+    if size > MAX_HEADER or 12 + size > len(data) or (12 + size) % _ALIGNMENT:
         raise BlockCorrupt("header length out of bounds")
     try:
         header = BlockHeader.model_validate_json(bytes(data[12 : 12 + size]))
