@@ -151,10 +151,23 @@ def directory_of(ref: str, settings: Settings | None = None) -> Path:
     directory = files_of(row, settings)
     if not directory.is_dir():
         raise NotFound(
-            f"the files of mapper {row.digest[:12]} are gone from {row.path}",
-            f"kvhub pull fetches them again, kvhub rm {row.digest[:12]} forgets it",
+            f"the files of mapper {row.digest[:12]} are not here: neither at {row.path} nor in this store",
+            _way_to_files(row, settings or Settings.load()),
         )
     return directory
+
+
+def _way_to_files(row: MapperRow, settings: Settings) -> str:
+    """What to do where a registered mapper's files are gone, or on another machine of a shared registry."""
+    if row.locations:
+        place = row.locations[-1]
+        return f"kvhub pull {place.repo_id}@{place.commit[:12]} fetches them, kvhub rm forgets the mapper"
+    if not settings.database_url.startswith("sqlite"):
+        return (
+            f"the registry is shared: the machine that has them can kvhub push, or copy them to "
+            f"{settings.mappers / row.digest}"
+        )
+    return f"it was never on the Hub; kvhub rm {row.digest[:12]} forgets it"
 
 
 def files_of(row: MapperRow, settings: Settings | None = None) -> Path:

@@ -47,7 +47,7 @@ def command(mappers: tuple[str, ...], path: Path) -> None:
     for entry in lock.mappers:
         click.echo(
             output.clean(
-                f"{entry.digest[:12]}  {entry.source} -> {entry.target}  {entry.repo}@{entry.commit[:8]}"
+                f"{entry.digest[:12]}  {entry.source} -> {entry.target}  {entry.place}@{entry.commit[:8]}"
             )
         )
     output.note(f"{path}: {len(lock.mappers)} mappers")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("repository", metavar="ORG/NAME[@REVISION]", required=False)
+@click.argument("repository", metavar="ORG/NAME[/FOLDER][@REVISION]", required=False)
 @click.option("--locked", is_flag=True, help="Fetch what kvhub.lock names, and nothing else.")
 @click.option(
     "--lock",
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 )
 def command(repository: str | None, locked: bool, path: Path) -> None:
     """Fetch a mapper from the Hub, check every byte, and register it.
+
+    FOLDER is one of a repository with several mappers, or the digest of the
+    mapper (six digits are enough).
 
     REVISION is a branch, a tag or a commit. The mapper is ready only where the
     evidence that comes with it passes the gate here; else it is a draft. Shards
@@ -45,12 +48,10 @@ def command(repository: str | None, locked: bool, path: Path) -> None:
         for row in rows:
             _show(row)
         return
-    from kvhub.hub.client import split
     from kvhub.hub.pull import fetch
 
-    name, revision = split(repository)
-    with output.progress(f"pulling {name}") as progress:
-        row = fetch(name, revision, progress=progress)
+    with output.progress(f"pulling {repository}") as progress:
+        row = fetch(repository, progress=progress)
     _show(row)
     output.note(f"{row.state}: {row.state_reason}")
 

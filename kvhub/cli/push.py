@@ -10,7 +10,13 @@ from kvhub.cli.complete import MAPPER
 
 @click.command()
 @click.argument("mapper", type=MAPPER)
-@click.argument("repository", metavar="ORG/NAME")
+@click.argument("repository", metavar="ORG/NAME[/FOLDER]")
+@click.option(
+    "--path-in-repo",
+    metavar="FOLDER",
+    default="",
+    help="The folder of a repository with several mappers; 'auto' names it by the pair.",
+)
 @click.option("--private", is_flag=True, help="Create the repository private.")
 @click.option("--tag", metavar="TAG", help="Name this version (v1); a tag never moves.")
 @click.option("--message", "-m", help="Title of the commit.")
@@ -20,6 +26,7 @@ from kvhub.cli.complete import MAPPER
 def command(
     mapper: str,
     repository: str,
+    path_in_repo: str,
     private: bool,
     tag: str | None,
     message: str | None,
@@ -28,6 +35,9 @@ def command(
     create_pr: bool,
 ) -> None:
     """Publish MAPPER as the Hub repository ORG/NAME, with a card generated from its scores.
+
+    A repository holds one mapper at its root, or several in folders; in one
+    whose mappers are all in folders, MAPPER gets a folder by its pair.
 
     Needs a token with write access: HF_TOKEN, or `hf auth login`.
     """
@@ -38,6 +48,7 @@ def command(
         pushed = push(
             directory_of(mapper),
             repository,
+            subfolder=path_in_repo,
             private=private,
             tag=tag,
             message=message,
@@ -47,7 +58,7 @@ def command(
             progress=progress,
         )
     version = f" ({pushed.tag})" if pushed.tag else ""
-    click.echo(output.clean(f"{pushed.repo_id}@{pushed.commit}{version}  {pushed.manifest.digest}"))
+    click.echo(output.clean(f"{pushed.place}@{pushed.commit}{version}  {pushed.manifest.digest}"))
     if pushed.pull_request:
         click.echo(output.clean(pushed.pull_request))
     if licence is None:

@@ -29,7 +29,7 @@ _METRICS = (
     "r2_key",
     "r2_value",
 )
-_INDEXED = ("top1", "kl", "gap_recovered", "attention_cosine")
+INDEXED = ("top1", "kl", "gap_recovered", "attention_cosine")
 
 
 def card(
@@ -41,18 +41,32 @@ def card(
     licence: str | None = None,
     images: Sequence[str] = (),
     licences: Mapping[str, str] | None = None,
+    subfolder: str = "",
+    more: Mapping[str, Any] | None = None,
+    beside: str = "",
 ) -> str:
-    """README.md of a mapper's repository.
+    """README.md of a mapper's repository, or of its folder in one.
 
     verdict: our gate's, None without evidence (the card then says so). images:
     files under `assets/`. licences: what the models' own cards declare, by name.
+    more: metadata of the mappers in this repository's folders (tags, base models, `kvhub`), put in;
+    beside: the list of them, Markdown.
     """
     import yaml
 
-    front = yaml.safe_dump(
-        front_matter(manifest, evidence, repo_id, licence=licence), sort_keys=False, allow_unicode=True
-    )
-    body = "\n\n".join(_body(manifest, evidence, verdict, repo_id, licence, images, licences or {}))
+    metadata = front_matter(manifest, evidence, repo_id, licence=licence)
+    for key, value in (more or {}).items():
+        metadata[key] = (
+            {**metadata[key], **value}
+            if key == "kvhub"
+            else list(dict.fromkeys([*metadata.get(key, []), *value]))
+        )
+    front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
+    place = f"{repo_id}/{subfolder}" if subfolder else repo_id
+    parts = _body(manifest, evidence, verdict, place, licence, images, licences or {})
+    if beside:
+        parts += ["## More mappers in this repository", beside]
+    body = "\n\n".join(parts)
     return f"---\n{front}---\n\n{body}\n"
 
 
@@ -114,12 +128,17 @@ def on_hub(model: ModelIdentity) -> bool:
     return model.revision.startswith("commit:") and _HUB_ID.fullmatch(model.name) is not None
 
 
+def served(model: ModelIdentity) -> str:
+    """How `kvhub serve` is told to run a model: by its name on the Hub, else by a place to fill in."""
+    return model.name if on_hub(model) else "TARGET"
+
+
 def _results(evidence: Evidence) -> list[dict[str, Any]]:
     found = []
     for domain in sorted({score.domain for score in evidence.scores}):
         metrics = [
             {"type": metric, "name": metric, "value": round(score.value, 6), "verified": False}
-            for metric in _INDEXED
+            for metric in INDEXED
             if (score := evidence.score(metric, "mapped", domain)) is not None
         ]
         if metrics:
@@ -133,7 +152,7 @@ def _body(
     manifest: Manifest,
     evidence: Evidence | None,
     verdict: Verdict | None,
-    repo_id: str,
+    place: str,
     licence: str | None,
     images: Sequence[str],
     licences: Mapping[str, str],
@@ -144,7 +163,7 @@ def _body(
         f"Turns the KV cache that **{source}** has computed into the one that **{target}** would have "
         "computed, so that a conversation can move from one to the other without a full prefill. "
         "It works in this direction and for exactly these revisions only.",
-        f"```sh\nkvhub pull {repo_id}\nkvhub serve TARGET --mapper {repo_id}\n```",
+        f"```sh\nkvhub pull {place}\nkvhub serve {served(manifest.target)} --mapper {place}\n```",
         *_status(evidence, verdict),
         "## Pair",
         _pair(manifest),
@@ -194,15 +213,14 @@ def _licences(models: Sequence[ModelIdentity], licences: Mapping[str, str]) -> s
     return f"The weights derive from {said[0]} and {said[1]}; the licences of both apply."
 
 
-def _worst(evidence: Evidence) -> str:
-    """The text on which the mapped cache agrees least with the target's own."""
+def worst_text(evidence: Evidence) -> str:
+    """The text on which the mapped cache agrees least with the target's own; "" where there is but one."""
     found = [s for s in evidence.scores if (s.metric, s.arm) == ("top1", "mapped") and s.domain != ALL]
     if not found:
         return ""
     worst = min(found, key=lambda score: score.value)
     return (
-        f"Worst text: **{markdown(worst.domain)}**, top-1 agreement {worst.value:.3f} "
-        f"[{worst.low:.3f}, {worst.high:.3f}]."
+        f"**{markdown(worst.domain)}**, top-1 agreement {worst.value:.3f} [{worst.low:.3f}, {worst.high:.3f}]"
     )
 
 
@@ -255,7 +273,7 @@ def _scores(evidence: Evidence | None) -> list[str]:
         f"Held-out text, {evidence.windows} windows; {markdown(evidence.protocol)}. Intervals: 95 %, "
         "paired bootstrap. Arms: `native` the target's own prefill, `source` the source alone, `mapped` "
         "this mapper, `empty` no prefix, `wrong-document` another document's mapped prefix.",
-        *([worst] if (worst := _worst(evidence)) else []),
+        *([f"Worst text: {worst}."] if (worst := worst_text(evidence)) else []),
         _table(("text", "metric", "arm", "value", "95 % interval", "n"), rows),
     ]
 

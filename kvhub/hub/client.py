@@ -9,13 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import random
-import re
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from kvhub import __version__
 from kvhub.errors import AccessDenied, BadInput, Corrupt, KvhubError, NotFound, Unreachable
+from kvhub.hub.reference import parse
 from kvhub.strict_json import shown
 
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ ATTEMPTS = 4
 LONGEST_WAIT = 60.0
 """Seconds; a longer Retry-After is not waited for."""
 LOGIN = "set HF_TOKEN or run `hf auth login`"
-
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-_REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,254}")
 
 
 def api() -> HfApi:
@@ -52,12 +49,10 @@ def offline() -> bool:
 
 def split(reference: str) -> tuple[str, str | None]:
     """`org/name[@revision]` as repository and revision. Errors: `BadInput`."""
-    repo_id, separator, revision = reference.partition("@")
-    if not _REPOSITORY.fullmatch(repo_id) or ".." in repo_id or "--" in repo_id:
+    found = parse(reference)
+    if found.subfolder:
         raise BadInput(f"{reference!r} is not a Hub repository", "write org/name, or org/name@revision")
-    if separator and not _REVISION.fullmatch(revision):
-        raise BadInput(f"{revision!r} is not a revision", "a branch, a tag or a commit")
-    return repo_id, revision if separator else None
+    return found.repo_id, found.revision
 
 
 def ask(

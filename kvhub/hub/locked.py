@@ -31,7 +31,7 @@ def pull_locked(
     for entry in lock.mappers:
         row = _here(entry, settings)
         if row is None:
-            row = fetch(entry.repo, entry.commit, settings, expect=entry.digest, progress=progress)
+            row = fetch(entry.place, entry.commit, settings, expect=entry.digest, progress=progress)
         with explained(), open_registry(settings) as registry:
             for name in entry.aliases:
                 if "/" in name:

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kvhub.artifact.manifest import FileEntry, Manifest
 from kvhub.errors import AccessDenied, BadInput, Corrupt, Incompatible
+from kvhub.hub.reference import Reference, is_folder, parse
 from kvhub.model.identity import Record, Sha256, Text
 from kvhub.strict_json import first_fault, parse_object, read_bounded
 from kvhub_registry import MapperRow
@@ -29,11 +30,25 @@ class LockedMapper(Record):
 
     digest: Sha256
     repo: RepoId
+    folder: str = ""
+    """Where in the repository; "" at its root."""
     commit: str = Field(pattern=r"^[0-9a-f]{40}$")
     source: Text
     target: Text
     aliases: list[Text] = Field(default_factory=list)
     files: list[FileEntry]
+
+    @field_validator("folder")
+    @classmethod
+    def _a_folder(cls, value: str) -> str:
+        if not is_folder(value):
+            raise ValueError("is not a folder of a repository")
+        return value
+
+    @property
+    def place(self) -> str:
+        """`org/name[/folder]`."""
+        return Reference(self.repo, self.folder).place
 
 
 class Lock(Record):
@@ -64,9 +79,11 @@ def make_lock(found: Sequence[tuple[MapperRow, Manifest]]) -> Lock:
                 f"kvhub push {row.digest[:12]} ORG/NAME",
             )
         place = row.locations[-1]
+        found_at = parse(place.repo_id)
         entries[row.digest] = LockedMapper(
             digest=row.digest,
-            repo=place.repo_id,
+            repo=found_at.repo_id,
+            folder=found_at.subfolder,
             commit=place.commit,
             source=row.source.name,
             target=row.target.name,

@@ -13,13 +13,24 @@ from kvhub.artifact.layout import EVIDENCE, MANIFEST, SIGNATURE
 from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.open import check_tensors
 from kvhub.artifact.read import read_manifest, verify_artifact
-from kvhub.catalog import explained, find, open_registry, record_evidence, record_location, register
+from kvhub.catalog import (
+    explained,
+    files_of,
+    find,
+    open_registry,
+    record_evidence,
+    record_location,
+    register,
+)
 from kvhub.errors import AccessDenied, Corrupt, KvhubError, Unreachable
 from kvhub.hub import client, store
-from kvhub.hub.download import Progress, Remote, download, download_all, resolve
+from kvhub.hub.download import Progress, download_all
+from kvhub.hub.reference import Reference, parse
+from kvhub.hub.remote import Remote, download, resolve
 from kvhub.settings import Settings
 from kvhub.store import blobs, trust
-from kvhub_registry import HubLocation, MapperRow
+from kvhub_registry import HubLocation, MapperRow, RegistryError
+from kvhub_registry.names import is_digest_prefix
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -30,9 +41,12 @@ RESERVE = 64 << 20
 """Bytes of the disk that a pull leaves free."""
 
 
-def pull(repo_id: str, revision: str | None = None, settings: Settings | None = None) -> Path:
-    """The artifact directory of the mapper in a Hub repository, fetched and checked.
+def pull(
+    reference: str, revision: str | None = None, settings: Settings | None = None, *, subfolder: str = ""
+) -> Path:
+    """The artifact directory of the mapper at `org/name[/folder][@revision]`, fetched and checked.
 
+    subfolder: its folder where the repository has several, or its digest (six digits or more).
     revision: branch, tag or commit; the commit behind it is resolved first, and
     everything comes from that one. Only the files that the manifest lists, the
     evidence and the signature are downloaded. The row turns `ready` last, and only where the
@@ -40,106 +54,119 @@ def pull(repo_id: str, revision: str | None = None, settings: Settings | None = 
     Errors: `BadInput`, `NotFound`, `AccessDenied`, `Unreachable`, `Corrupt`,
     `Incompatible`, `KvhubError` (disk full); then nothing is left behind.
     """
-    return Path(fetch(repo_id, revision, settings).path)
+    return files_of(fetch(reference, revision, settings, subfolder=subfolder), settings)
 
 
 def fetch(
-    repo_id: str,
+    reference: str,
     revision: str | None = None,
     settings: Settings | None = None,
     *,
-    expect: str | None = None,
+    subfolder: str = "",
+    expect: str = "",
     progress: Progress | None = None,
 ) -> MapperRow:
     """As `pull`, returning the registry's row.
 
-    expect: the digest that the mapper must have; another is `Corrupt` before its weights are fetched.
+    expect: how the digest must begin; a mapper of another is `Corrupt` before its weights are fetched.
     """
     settings = settings or Settings.load()
-    client.split(f"{repo_id}@{revision}" if revision else repo_id)
-    trust.demand_namespace(repo_id, settings)
+    wanted = parse(reference, revision=revision, subfolder=subfolder)
+    trust.demand_namespace(wanted.repo_id, settings)
     hub = client.api()
     try:
-        remote = resolve(hub, repo_id, revision)
+        remote, digest = resolve(hub, wanted)
     except Unreachable:
-        known = here(repo_id, revision, settings) if client.offline() else None
-        if known is None or expect not in (None, known.digest):
+        known = here(wanted, settings) if client.offline() else None
+        if known is None or not known.digest.startswith(expect):
             raise
         return known
+    expect = expect or digest
     try:
-        with store.staging(settings.mappers) as staged:
-            manifest = _manifest(hub, remote, staged)
-            if expect not in (None, manifest.digest):
-                found = f"{repo_id}@{remote.commit[:8]} holds mapper {manifest.digest[:12]}"
-                raise Corrupt(f"{found}, not {str(expect)[:12]}")
-            _beside(hub, remote, staged)
+        with store.staging(settings.mappers) as staging:
+            staged = staging / remote.reference.subfolder
+            manifest = _manifest(hub, remote, staging)
+            if not manifest.digest.startswith(expect):
+                found = f"{remote.place}@{remote.commit[:8]} holds mapper {manifest.digest[:12]}"
+                raise Corrupt(f"{found}, not {expect[:12]}")
+            _beside(hub, remote, staging)
             trust.demand(staged, manifest, settings)
             final = settings.mappers / manifest.digest
             complete = _is_complete(final, manifest)
             if not complete:
-                _fetch_files(hub, remote, staged, manifest, settings, progress)
-            shutil.rmtree(staged / ".cache", ignore_errors=True)  # the client's own notes
+                _fetch_files(hub, remote, staging, manifest, settings, progress)
+            shutil.rmtree(staging / ".cache", ignore_errors=True)  # the client's own notes
             evidence = read_evidence(staged, manifest)
             if not complete:
                 _check(staged)
-            _keep(staged, final, manifest, evidence, remote, revision, settings)
+            _keep(staged, final, manifest, evidence, remote, settings)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise client.explain(error, repo_id) from error
+            raise client.explain(error, wanted.place) from error
         kind = AccessDenied if isinstance(error, PermissionError) else KvhubError
         raise kind(
-            f"cannot store {repo_id} in {settings.mappers}: {error.strerror}", "check KVHUB_HOME"
+            f"cannot store {wanted.place} in {settings.mappers}: {error.strerror}", "check KVHUB_HOME"
         ) from error
     return find(manifest.digest, settings)
 
 
-def here(repo_id: str, revision: str | None = None, settings: Settings | None = None) -> MapperRow | None:
-    """What was pulled or pushed before as this repository, or at this revision of it, and is still here."""
+def here(reference: Reference, settings: Settings | None = None) -> MapperRow | None:
+    """What was pulled or pushed before as this reference, and is still here."""
+    settings = settings or Settings.load()
     with explained(), open_registry(settings) as registry:
-        row = registry.at(repo_id, revision)
-    return row if row is not None and Path(row.path).is_dir() else None
+        row = registry.at(reference.place, reference.revision)
+        if row is None and is_digest_prefix(reference.subfolder):
+            try:
+                row = registry.get(reference.subfolder)
+            except RegistryError:
+                return None
+            repo = reference.repo_id
+            if not any(f"{place.repo_id}/".startswith(f"{repo}/") for place in row.locations):
+                return None
+    return row if row is not None and files_of(row, settings).is_dir() else None
 
 
-def _manifest(hub: HfApi, remote: Remote, staged: Path) -> Manifest:
+def _manifest(hub: HfApi, remote: Remote, staging: Path) -> Manifest:
     """The manifest alone; the repository must hold what it lists, before anything large is fetched."""
-    download(hub, remote, MANIFEST, staged)
-    manifest = read_manifest(staged)
+    download(hub, remote, MANIFEST, staging)
+    manifest = read_manifest(staging / remote.reference.subfolder)
     for entry in manifest.files:
         if entry.name not in remote.sizes:
-            raise Corrupt(f"{remote.repo_id} lacks {entry.name}, which its manifest lists")
+            raise Corrupt(f"{remote.place} lacks {entry.name}, which its manifest lists")
         size = remote.sizes[entry.name]
         if size is not None and size != entry.size:
-            raise Corrupt(f"{entry.name} of {remote.repo_id} is {size} bytes, its manifest says {entry.size}")
+            raise Corrupt(f"{entry.name} of {remote.place} is {size} bytes, its manifest says {entry.size}")
     return manifest
 
 
-def _beside(hub: HfApi, remote: Remote, staged: Path) -> None:
+def _beside(hub: HfApi, remote: Remote, staging: Path) -> None:
     for name in (SIGNATURE, EVIDENCE):
         if name in remote.sizes:
-            download(hub, remote, name, staged)
+            download(hub, remote, name, staging)
 
 
 def _fetch_files(
     hub: HfApi,
     remote: Remote,
-    staged: Path,
+    staging: Path,
     manifest: Manifest,
     settings: Settings,
     progress: Progress | None,
 ) -> None:
     """The listed files: shards that another mapper has already are linked, the others fetched."""
+    staged = staging / remote.reference.subfolder
     wanted = [entry for entry in manifest.files if not blobs.reuse(staged, entry, settings)]
     size = sum(entry.size for entry in wanted)
-    _check_room(staged, size)
+    _check_room(settings.mappers, size)
     names = [entry.name for entry in wanted]
-    download_all(hub, remote, names, staged, total=manifest.size, progress=progress)
+    download_all(hub, remote, names, staging, total=manifest.size, progress=progress)
 
 
-def _check_room(staged: Path, size: int) -> None:
-    free = store.free_bytes(staged)
+def _check_room(mappers: Path, size: int) -> None:
+    free = store.free_bytes(mappers)
     if size + RESERVE > free:
         raise KvhubError(
-            f"the mapper takes {size >> 20} MiB, {staged.parent} has {free >> 20} MiB free",
+            f"the mapper takes {size >> 20} MiB, {mappers} has {free >> 20} MiB free",
             "make room, or set KVHUB_HOME to another disk; nothing was kept",
         )
 
@@ -167,7 +194,6 @@ def _keep(
     manifest: Manifest,
     evidence: Evidence | None,
     remote: Remote,
-    revision: str | None,
     settings: Settings,
 ) -> None:
     from kvhub.artifact.evidence import write_evidence
@@ -188,8 +214,8 @@ def _keep(
             if fresh:  # under the lock, so nobody else relies on it yet
                 shutil.rmtree(final, ignore_errors=True)
             raise
-        place = HubLocation(repo_id=remote.repo_id, commit=remote.commit, pushed=False)
-        record_location(manifest.digest, place, settings, revision=revision)
+        place = HubLocation(repo_id=remote.place, commit=remote.commit, pushed=False)
+        record_location(manifest.digest, place, settings, revision=remote.reference.revision)
         if not fresh and (staged / SIGNATURE).exists():
             (staged / SIGNATURE).replace(final / SIGNATURE)
         evidence = evidence if fresh else _newer(evidence, read_evidence(final, manifest))
@@ -199,7 +225,7 @@ def _keep(
             write_evidence(final, evidence)
         judged = evidence.model_copy(update={"verdict": rejudge(evidence, manifest)})
         verdict = "passes" if judged.verdict.passed else "does not pass"
-        why = f"the evidence of {remote.repo_id}@{remote.commit[:8]} {verdict} the gate"
+        why = f"the evidence of {remote.place}@{remote.commit[:8]} {verdict} the gate"
         record_evidence(manifest, judged, why=why, settings=settings)
 
 

@@ -1,10 +1,10 @@
-"""`push`: one verified mapper into one Hub repository, in one commit."""
+"""`push`: one verified mapper into a Hub repository, at its root or in a folder, in one commit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,12 @@ from kvhub.catalog import record_location
 from kvhub.errors import BadInput, Corrupt, Incompatible, KvhubError, NotFound
 from kvhub.evaluation.gate import reason, rejudge
 from kvhub.hub import client
-from kvhub.hub.card import card, on_hub
+from kvhub.hub.cards import cards
 from kvhub.hub.download import Progress
 from kvhub.hub.figures import figures
+from kvhub.hub.index import AUTOMATIC, Entry, automatic
+from kvhub.hub.reference import Reference, parse
+from kvhub.hub.remote import check_listing, mapper_folders
 from kvhub.hub.upload import upload
 from kvhub.settings import Settings
 from kvhub.store.signature import read_signature
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import ModelInfo
 
-CARD = "README.md"
+    from kvhub.evaluation.evidence import Evidence
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,19 @@ class Pushed:
     tag: str | None
     pull_request: str | None = None
     """Its URL, where the mapper was proposed and not published."""
+    subfolder: str = ""
+
+    @property
+    def place(self) -> str:
+        """`org/name[/folder]`, as pull takes it."""
+        return Reference(self.repo_id, self.subfolder).place
 
 
 def push(
     directory: Path,
-    repo_id: str,
+    reference: str,
     *,
+    subfolder: str = "",
     private: bool = False,
     tag: str | None = None,
     message: str | None = None,
@@ -56,7 +66,10 @@ def push(
     progress: Progress | None = None,
     settings: Settings | None = None,
 ) -> Pushed:
-    """Publish the artifact in `directory`, with a generated card, and note the place in the registry.
+    """Publish the artifact in `directory` as `org/name[/folder]`, with a card, and note the place here.
+
+    subfolder: a folder of a repository with several mappers; `auto` names it by the pair, and so does "" in
+    a repository whose mappers are all in folders. One folder, or the root, holds one mapper a revision.
 
     Every byte is verified before anything is sent. The commit is made against
     the head that was seen, so that somebody else's push is never overwritten,
@@ -66,8 +79,9 @@ def push(
     Errors: `Corrupt`, `Incompatible` (no evidence), `BadInput` (a repository
     of something else; a tag that is taken), `AccessDenied`, `Unreachable`.
     """
-    if client.split(repo_id)[1] is not None:
-        raise BadInput(f"{repo_id!r} names a revision", "push goes to main; name the version with --tag")
+    wanted = parse(reference, subfolder=subfolder)
+    if wanted.revision is not None:
+        raise BadInput(f"{reference!r} names a revision", "push goes to main; name the version with --tag")
     manifest = verify_artifact(directory, deep=True)
     evidence = read_evidence(directory, manifest)
     if evidence is None and not allow_unevaluated:
@@ -84,50 +98,67 @@ def push(
         )
     if create_pr and tag:
         raise BadInput("a proposal has no tag", "tag the version once it is merged")
-    verdict = rejudge(evidence, manifest) if evidence else None
+    hub = client.api()
+    repo_id = wanted.repo_id
+    if not create_pr:
+        client.ask(repo_id, lambda: hub.create_repo(repo_id, private=private or None, exist_ok=True))
+    head = _info(hub, repo_id)
+    check_listing(head, repo_id)
+    wanted = replace(wanted, subfolder=_subfolder(hub, wanted, head, manifest))
+    files = _files(directory, manifest, evidence)
+    present = {sibling.rfilename for sibling in head.siblings or []}
+    planned = {wanted.path(name) for name in files}
+    if wanted.path(MANIFEST) not in present and present & planned:
+        raise BadInput(f"{wanted.place} holds something that is no mapper", "push to another repository")
+    taken = _tag(hub, repo_id, tag) if tag else None
+    if taken is not None and not (taken == head.sha and _holds(head, wanted, manifest)):  # before writing
+        raise BadInput(f"{repo_id} has a tag {tag!r} already", "tags do not move: choose another")
+    sent = {wanted.path(name): content for name, content in files.items()}
+    sent |= cards(hub, head, wanted, Entry(wanted.subfolder, manifest, evidence), files, licence)
+    title = (
+        message or f"kvhub mapper {manifest.digest[:12]}: {manifest.source.name} -> {manifest.target.name}"
+    )
+    stale = _stale(present, sent, wanted)
+    commit, proposal = _commit(
+        hub, repo_id, sent, stale, title, head.sha, create_pr=create_pr, progress=progress
+    )
+    _compare(_info(hub, repo_id, commit), wanted, manifest)
+    if tag and taken != commit:
+        client.ask(repo_id, lambda: hub.create_tag(repo_id, tag=tag, revision=commit))
+    with suppress(NotFound):  # a directory that was never registered here
+        record_location(
+            manifest.digest, HubLocation(repo_id=wanted.place, commit=commit, pushed=True), settings
+        )
+    return Pushed(repo_id, commit, manifest, tag, proposal, wanted.subfolder)
+
+
+def _files(directory: Path, manifest: Manifest, evidence: Evidence | None) -> dict[str, Path | bytes]:
+    """Everything but the card, by name."""
     images: dict[str, Path | bytes] = {path.name: path for path in (directory / "assets").glob("*.png")}
     for name, data in figures(manifest, evidence).items():
         images.setdefault(name, data)
-    hub = client.api()
-    licences = _licences(hub, manifest)
-    readme = card(
-        manifest, evidence, verdict, repo_id, licence=licence, images=sorted(images), licences=licences
-    ).encode()
     files: dict[str, Path | bytes] = {entry.name: directory / entry.name for entry in manifest.files}
-    files |= {MANIFEST: manifest.to_bytes(), CARD: readme}
+    files[MANIFEST] = manifest.to_bytes()
     files |= {f"assets/{name}": content for name, content in images.items()}
     if evidence is not None:
         files[EVIDENCE] = evidence.to_bytes()
     if (signature := read_signature(directory, manifest)) is not None:
         files[SIGNATURE] = signature.to_bytes()
-
-    if not create_pr:
-        client.ask(repo_id, lambda: hub.create_repo(repo_id, private=private or None, exist_ok=True))
-    head = _info(hub, repo_id)
-    present = {sibling.rfilename for sibling in head.siblings or []}
-    if MANIFEST not in present and present & (files.keys() - {CARD}):
-        raise BadInput(f"{repo_id} holds something that is no mapper", "push to another repository")
-    taken = _tag(hub, repo_id, tag) if tag else None
-    if taken is not None and not (taken == head.sha and _holds(head, manifest)):  # before anything is written
-        raise BadInput(f"{repo_id} has a tag {tag!r} already", "tags do not move: choose another")
-    title = (
-        message or f"kvhub mapper {manifest.digest[:12]}: {manifest.source.name} -> {manifest.target.name}"
-    )
-    commit, proposal = _commit(
-        hub, repo_id, files, _stale(present, files), title, head.sha, create_pr=create_pr, progress=progress
-    )
-    _compare(_info(hub, repo_id, commit), manifest)
-    if tag and taken != commit:
-        client.ask(repo_id, lambda: hub.create_tag(repo_id, tag=tag, revision=commit))
-    with suppress(NotFound):  # a directory that was never registered here
-        record_location(manifest.digest, HubLocation(repo_id=repo_id, commit=commit, pushed=True), settings)
-    return Pushed(repo_id, commit, manifest, tag, proposal)
+    return files
 
 
-def _holds(head: ModelInfo, manifest: Manifest) -> bool:
-    """Whether this very mapper is what the repository holds now."""
+def _subfolder(hub: HfApi, wanted: Reference, head: ModelInfo, manifest: Manifest) -> str:
+    """Where a mapper goes: as asked; by its pair, where asked or where all mappers here are in folders."""
+    held = mapper_folders(head)
+    if wanted.subfolder == AUTOMATIC or (not wanted.subfolder and held and "" not in held):
+        return automatic(hub, wanted.repo_id, head, manifest)
+    return wanted.subfolder
+
+
+def _holds(head: ModelInfo, wanted: Reference, manifest: Manifest) -> bool:
+    """Whether this very mapper is what the repository holds there now."""
     try:
-        _compare(head, manifest)
+        _compare(head, wanted, manifest)
     except KvhubError:
         return False
     return True
@@ -139,29 +170,23 @@ def _info(hub: HfApi, repo_id: str, revision: str | None = None) -> ModelInfo:
     )
 
 
-def _licences(hub: HfApi, manifest: Manifest) -> dict[str, str]:
-    """What the cards of both models declare, where the Hub says so; by name of the model."""
-    found: dict[str, str] = {}
-    for model in (manifest.source, manifest.target):
-        if on_hub(model):
-            with suppress(Exception):  # a card without it is no reason not to publish
-                card_data = hub.model_info(model.name, timeout=10).card_data
-                said = getattr(card_data, "license", None)
-                if isinstance(said, str) and said:
-                    found[model.name] = said[:64]
-    return found
-
-
 def _tag(hub: HfApi, repo_id: str, tag: str) -> str | None:
     """The commit of a tag, None where there is no such tag."""
     refs = client.ask(repo_id, lambda: hub.list_repo_refs(repo_id))
     return next((str(ref.target_commit) for ref in refs.tags if ref.name == tag), None)
 
 
-def _stale(present: Iterable[str], files: Iterable[str]) -> list[str]:
-    """Files of an earlier mapper in this repository that this one does not have."""
-    ours = [n for n in present if n.startswith(("model", "assets/")) or n in (EVIDENCE, SIGNATURE)]
-    return sorted(set(ours) - set(files))
+def _stale(present: Iterable[str], files: Iterable[str], wanted: Reference) -> list[str]:
+    """Files of an earlier mapper in this place that this one does not have."""
+    inner = {name.removeprefix(wanted.within) for name in present if name.startswith(wanted.within)}
+    ours = [
+        name
+        for name in inner
+        if name.startswith("assets/")
+        or ("/" not in name and name.startswith("model"))
+        or name in (EVIDENCE, SIGNATURE)
+    ]
+    return sorted({wanted.path(name) for name in ours} - set(files))
 
 
 def _commit(
@@ -190,11 +215,11 @@ def _commit(
     return client.ask(repo_id, send)
 
 
-def _compare(info: ModelInfo, manifest: Manifest) -> None:
+def _compare(info: ModelInfo, wanted: Reference, manifest: Manifest) -> None:
     """What the Hub lists at our commit must be what we sent, as far as it says."""
     held = {sibling.rfilename: sibling for sibling in info.siblings or []}
     for entry in manifest.files:
-        sibling = held.get(entry.name)
+        sibling = held.get(wanted.path(entry.name))
         if sibling is None:
             raise KvhubError(f"the Hub does not list {entry.name} after the push", "push again")
         lfs = sibling.lfs.sha256 if sibling.lfs else entry.sha256

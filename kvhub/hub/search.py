@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvhub.hub import client
 from kvhub.hub.card import tag
+from kvhub.hub.reference import is_folder
+from kvhub.hub.remote import MOST
 from kvhub_registry import MapperRow
 
 if TYPE_CHECKING:
@@ -20,9 +22,10 @@ _SCORES = ("top1", "kl", "gap_recovered", "attention_cosine")
 
 @dataclass(frozen=True)
 class Hit:
-    """One repository; everything but `repo_id` is what its author says."""
+    """One mapper; everything but the place is what its author says."""
 
     repo_id: str
+    """`org/name`, or `org/name/folder` of a repository with several: as pull takes it."""
     commit: str
     source: str
     target: str
@@ -46,7 +49,7 @@ def search(
     rows: Sequence[MapperRow] = (),
     limit: int = LIMIT,
 ) -> list[Hit]:
-    """Repositories that say they hold a mapper of this pair, most downloaded first.
+    """Mappers of this pair that repositories say they hold, those of the most downloaded first.
 
     rows: the registry's, to say what is here already. Errors: the client's.
     """
@@ -69,7 +72,15 @@ def search(
         ),
     )
     known = {row.digest: row.state.value for row in rows}
-    hits = [hit for info in found if (hit := _hit(info, known)) is not None]
+    hits = [hit for info in found for hit in _hits(info, known)]
+    # The tags are those of all mappers in a repository together.
+    hits = [
+        hit
+        for hit in hits
+        if (not source or tag(hit.source) == tag(source))
+        and (not target or tag(hit.target) == tag(target))
+        and (not family or hit.family in (family, ""))
+    ]
     return sorted(hits, key=lambda hit: (-hit.downloads, hit.repo_id))
 
 
@@ -91,30 +102,68 @@ def local(
     ]
 
 
-def _hit(info: ModelInfo, known: dict[str, str]) -> Hit | None:
+def _hits(info: ModelInfo, known: dict[str, str]) -> list[Hit]:
     """Strictly read: a card may hold anything."""
     try:
         client.split(info.id)
     except Exception:
-        return None
+        return []
     card = info.card_data
     block = None if card is None else getattr(card, "kvhub", None)
     block = block if isinstance(block, dict) else {}
+    listed = block.get("mappers")
+    inner = [entry for entry in listed[:MOST] if isinstance(entry, dict)] if isinstance(listed, list) else []
     tags = [text for text in (info.tags or []) if isinstance(text, str)]
+    found = []
+    if block.get("digest") or not inner:
+        scores = _scores([] if card is None else card.eval_results)
+        source = _name(block.get("source"), tags, "kvhub-source:")
+        target = _name(block.get("target"), tags, "kvhub-target:")
+        found.append(_hit(info, info.id, block, source, target, scores, known))
+    for entry in inner:
+        place = entry.get("folder")
+        if isinstance(place, str) and place and is_folder(place):
+            source, target = (str(entry.get(role) or "-")[:128] for role in ("source", "target"))
+            scores = _numbers(entry.get("scores"))
+            found.append(_hit(info, f"{info.id}/{place}", entry, source, target, scores, known))
+    return found
+
+
+def _hit(
+    info: ModelInfo,
+    place: str,
+    block: dict[str, Any],
+    source: str,
+    target: str,
+    scores: dict[str, float],
+    known: dict[str, str],
+) -> Hit:
     digest = str(block.get("digest") or "")[:64]
     return Hit(
-        repo_id=info.id,
+        repo_id=place,
         commit=str(info.sha or ""),
-        source=_name(block.get("source"), tags, "kvhub-source:"),
-        target=_name(block.get("target"), tags, "kvhub-target:"),
+        source=source,
+        target=target,
         family=str(block.get("family") or "")[:32],
         digest=digest,
-        scores=_scores([] if card is None else card.eval_results),
+        scores=scores,
         downloads=info.downloads if isinstance(info.downloads, int) else 0,
         modified=info.last_modified if isinstance(info.last_modified, datetime) else None,
         gated=bool(info.gated),
         here=known.get(digest),
     )
+
+
+def _numbers(said: Any) -> dict[str, float]:
+    """Scores of a mapper in a folder."""
+    given = said if isinstance(said, dict) else {}
+    return {
+        name: float(given[name])
+        for name in _SCORES
+        if isinstance(given.get(name), int | float)
+        and not isinstance(given[name], bool)
+        and abs(given[name]) < 1e6
+    }
 
 
 def _name(said: Any, tags: Sequence[str], prefix: str) -> str:

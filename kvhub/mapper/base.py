@@ -160,12 +160,14 @@ class Mapper(ABC):
         return map_cache(self, source_cache, source, target, native, positions)
 
     @classmethod
-    def from_pretrained(cls, path_or_repo: str | Path, *, revision: str | None = None) -> Mapper:
-        """Load from an artifact directory, or pull `org/name` from the Hub first.
+    def from_pretrained(
+        cls, path_or_repo: str | Path, *, revision: str | None = None, subfolder: str = ""
+    ) -> Mapper:
+        """Load from an artifact directory, or pull `org/name[/folder]` from the Hub first.
 
         Every file is checked against the manifest. Errors: `NotFound`,
         `Corrupt`, `AccessDenied`, `Unreachable`.
         """
         from kvhub.mapper.load import load_mapper
 
-        return load_mapper(path_or_repo, revision=revision)
+        return load_mapper(path_or_repo, revision=revision, subfolder=subfolder)

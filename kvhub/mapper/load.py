@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from kvhub.artifact.open import open_tensors
 from kvhub.artifact.read import verify_artifact
+from kvhub.catalog import directory_of, files_of, find
 from kvhub.errors import BadInput, Corrupt, Incompatible
 from kvhub.mapper.base import Mapper
 from kvhub.mapper.ridge import RidgeMapper
@@ -23,18 +23,17 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, Callable[[Manifest, Mapping[str, Tensor]], Mapper]] = {"ridge": RidgeMapper}
 """By `Manifest.family`; a new family also needs an entry in `kvhub.artifact.tensors.FAMILIES`."""
 
-_REPOSITORY = re.compile(r"^[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}$")
 
+def load_mapper(path_or_repo: str | Path, *, revision: str | None = None, subfolder: str = "") -> Mapper:
+    """The mapper in an artifact directory; else on the Hub (`org/name[/folder][@revision]`, pulled first);
+    else in the registry (a digest, its beginning, or an alias).
 
-def load_mapper(path_or_repo: str | Path, *, revision: str | None = None) -> Mapper:
-    """The mapper in an artifact directory; else on the Hub (`org/name[@revision]`, pulled first); else
-    in the registry (a digest, its beginning, or an alias).
-
+    subfolder: of a repository with several mappers, its folder or its digest.
     Every file's sha256 is checked, on every load: what computes caches is what was evaluated; and the
     signature, where there is one or this machine's trust policy asks for one.
     Errors: `NotFound`, `Corrupt`, `Incompatible`, `AccessDenied`, `Unreachable`.
     """
-    directory, digest = _located(path_or_repo, revision)
+    directory, digest = _located(path_or_repo, revision, subfolder)
     if digest is not None:
         hold(digest)  # kvhub gc leaves it alone while this process lives
     manifest = verify_artifact(directory, deep=True)
@@ -47,36 +46,38 @@ def load_mapper(path_or_repo: str | Path, *, revision: str | None = None) -> Map
     return family(manifest, open_tensors(directory, manifest))
 
 
-def locate(path_or_repo: str | Path, *, revision: str | None = None) -> Path:
+def locate(path_or_repo: str | Path, *, revision: str | None = None, subfolder: str = "") -> Path:
     """The artifact directory that `path_or_repo` names, pulled from the Hub where it must be.
 
     A repository, or a revision of one, that was pulled before is found without asking the Hub:
     `kvhub pull` brings what is newer there.
     """
-    return _located(path_or_repo, revision)[0]
+    return _located(path_or_repo, revision, subfolder)[0]
 
 
-def _located(path_or_repo: str | Path, revision: str | None) -> tuple[Path, str | None]:
+def _located(path_or_repo: str | Path, revision: str | None, subfolder: str) -> tuple[Path, str | None]:
     """The directory, and the digest that the registry knows it by (None: a bare directory)."""
     local = Path(path_or_repo).expanduser()
     if local.is_dir():
-        if revision is not None:
-            raise BadInput(f"{path_or_repo} is a directory and has no revision")
+        if revision is not None or subfolder:
+            raise BadInput(
+                f"{path_or_repo} is a directory: it has no revision and no subfolder",
+                "give the directory of the mapper itself",
+            )
         return local.absolute(), None
-    repository, separator, tag = str(path_or_repo).partition("@")
-    if not _REPOSITORY.match(repository):
+    from kvhub.hub.reference import is_place, parse
+
+    if not is_place(str(path_or_repo)):
         return _registered(str(path_or_repo))
     from kvhub.hub.pull import here, pull
 
-    revision = tag if separator else revision
-    known = here(repository, revision)
+    reference = parse(str(path_or_repo), revision=revision, subfolder=subfolder)
+    known = here(reference)
     if known is not None:
-        return Path(known.path), known.digest
-    return pull(repository, revision), None
+        return files_of(known), known.digest
+    return pull(reference.place, reference.revision), None
 
 
 def _registered(ref: str) -> tuple[Path, str]:
-    from kvhub.catalog import find
-
     row = find(ref)
-    return Path(row.path), row.digest
+    return directory_of(row.digest), row.digest

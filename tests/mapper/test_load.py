@@ -57,7 +57,7 @@ def test_a_pulled_repository_without_the_hub(tmp_path, monkeypatch):
             load_mapper(ref)
 
 
-@pytest.mark.parametrize("ref", ["", "no such mapper", "../x/y", "a/b/c", "org/na me"])
+@pytest.mark.parametrize("ref", ["", "no such mapper", "../x/y", "a/b/c/d/e/f/g", "org/na me"])
 def test_references_that_mean_nothing(ref, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(KvhubError) as caught:
