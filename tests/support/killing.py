@@ -39,7 +39,7 @@ class Killing:
             "HF_HOME": str(root / "hf"),
             "HOME": str(root),
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(tests),
+            "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         }
         self.usual: dict[str, float] = {}
         self.seed = 0
