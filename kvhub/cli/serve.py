@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.argument("model")
 @click.option("--reuse-from", "sources", metavar="SOURCE", multiple=True, help="Map from this model's cache.")
 @click.option("--mapper", "references", metavar="MAPPER", multiple=True, help="Use exactly this mapper.")
-@click.option("--exchange", type=click.Path(path_type=Path), help="Directory shared by the servers.")
+@click.option("--exchange", metavar="PLACE", help="Directory shared by the servers, or mooncake://host:port?...")
 @click.option("--exchange-gib", type=click.FloatRange(min=0.001), default=4.0, show_default=True)
 @click.option("--max-hops", type=click.IntRange(1, 8), default=1, show_default=True, help="Mappers in a row.")
 @click.option("--min-span", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens to save.")
@@ -40,7 +40,7 @@ def command(
     model: str,
     sources: tuple[str, ...],
     references: tuple[str, ...],
-    exchange: Path | None,
+    exchange: str | None,
     exchange_gib: float,
     max_hops: int,
     min_span: int,
@@ -78,7 +78,7 @@ def command(
         path,
         mappers,
         lineage=_lineage(mappers, max_hops, allow_draft),
-        exchange=(exchange or _default_exchange(home)).expanduser().absolute(),
+        exchange=_exchange(exchange, home),
         exchange_max_bytes=int(exchange_gib * 2**30),
         max_hops=max_hops,
         min_span=min_span,
@@ -197,6 +197,17 @@ def _dtype(rows: list[tuple[str, list[MapperRow]]], path: Path, config: dict[str
         return "float32"
     found = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     return found if found in ("float16", "bfloat16", "float32") else "bfloat16"
+
+
+def _exchange(named: str | None, home: Path) -> str:
+    """The directory, absolute, or the URL, read once so that a mistake is said here."""
+    if named is not None and "://" in named:
+        from kvhub.exchange.mooncake_url import MooncakeAddress
+
+        MooncakeAddress.parse(named).read_secret()
+        return named
+    directory = Path(named) if named is not None else _default_exchange(home)
+    return str(directory.expanduser().absolute())
 
 
 def _default_exchange(home: Path) -> Path:

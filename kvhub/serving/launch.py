@@ -33,7 +33,7 @@ def settings(
     mappers: Sequence[MapperRow],
     *,
     lineage: Sequence[str] = (),
-    exchange: Path,
+    exchange: Path | str,
     exchange_max_bytes: int,
     max_hops: int,
     min_span: int,
