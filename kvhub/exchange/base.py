@@ -19,7 +19,11 @@ class BlockCorrupt(Exception):
 
 
 class Exchange(Protocol):
-    """A bounded store of blocks. Every method may raise OSError; callers then prefill."""
+    """A bounded store of blocks. Every method may raise OSError; callers then prefill.
+
+    Called from several worker threads at once, never from a scheduler's thread: a method
+    may be slow, or hang, and costs the request its reuse, nothing else.
+    """
 
     def header(self, key: bytes) -> BlockHeader | None:
         """The header of a block, or None where there is none (or a damaged one)."""

@@ -89,6 +89,8 @@ class DirectoryExchange:
             self._evict(len(data))
         path = self._path(key)
         path.parent.mkdir(mode=0o700, exist_ok=True)
+        if path.parent.is_symlink():  # what is ours stays below the root
+            raise OSError(errno.ELOOP, "a shard directory is a link")
         handle, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -108,7 +110,12 @@ class DirectoryExchange:
     def _open(self, key: bytes) -> FileIO:
         # without O_NONBLOCK a FIFO under a block's name would hold the caller for ever
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        handle = os.open(self._path(key), flags)
+        path = self._path(key)
+        shard = os.open(path.parent, flags | os.O_DIRECTORY)  # a link in the shard's place is not followed
+        try:
+            handle = os.open(path.name, flags, dir_fd=shard)
+        finally:
+            os.close(shard)
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise OSError(errno.EINVAL, "not a regular file")

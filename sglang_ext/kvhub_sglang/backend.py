@@ -124,7 +124,14 @@ def open_candidate(served: ServedMapper, identity: ModelIdentity, device: Any) -
         mapper.prepare(device, getattr(torch, identity.dtype))
     except ValueError as error:
         raise Refusal(Code.UNSUPPORTED, f"the kernels cannot apply it: {error}") from None
-    return Candidate(mapper, manifest.digest, manifest.source, draft=not passed)
+    return Candidate(
+        mapper,
+        manifest.digest,
+        manifest.source,
+        draft=not passed,
+        served_exact_prefix=served.exact_prefix or 0,
+        native_tail=served.native_tail,
+    )
 
 
 def _revision(identity: ModelIdentity) -> str:

@@ -49,6 +49,7 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self.off_because = "not started"
         self._salts: Salts | None = None  # outlives a switch-off: lossy rows stay in the tree
         self._load_is_private = False
+        self._waiting: dict[Any, Plan] = {}
         super().__init__(params)
 
     def serve(self, serving: Serving) -> None:
@@ -62,6 +63,7 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Stop all handoffs and publishing in this process; requests in flight go on."""
         if self.serving is not None:
             logger.error("kvhub is off in this process: %s", reason)
+            self.serving.metrics.off()
             self.serving, self.off_because = None, reason
 
     def _guarded(self, where: str, call: Callable[[], T], otherwise: T) -> T:
@@ -84,7 +86,7 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         params.key.cache_salt = req.cache_salt or None
         result = super().match_prefix(params)
         serving = self.serving
-        if plan is None:
+        if plan is None or (plan.waiting and serving is not None):
             return result
         if serving is None:  # switched off since the decision: what the device holds may still be used
             handoff.settle(plan, result.device_prefix_len, Code.DISABLED, self.off_because)
@@ -113,6 +115,8 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             if plan.slots is not None:  # filled for a batch that was not formed
                 self.token_to_kv_pool_allocator.free(plan.slots)
                 plan.slots = None
+            if plan.waiting and self.serving is not None:
+                self._poll(self.serving, plan, req, key)
             return plan
         if req.lock is not None or req.kv.holds_kv:
             return None
@@ -128,8 +132,57 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         info = req.customized_info if req.customized_info is not None else {}
         info[META_KEY] = [plan.report.as_meta()]
         req.customized_info = info
-        req.cache_salt = plan.salt  # last: from here on the request lives there
+        req.cache_salt = plan.salt
+        if plan.waiting:
+            self._waiting[req.cache_request_handle] = plan
+            if plan.stage is None:
+                self._poll(serving, plan, req, key)
         return plan
+
+    def _poll(self, serving: Serving, plan: Plan, req: Any, key: RadixKey) -> None:
+        """Decide if it can be decided; the request holds no lock and no row while it waits."""
+        if req.lock is not None or req.kv.holds_kv:  # admitted without us: left as it is
+            plan.waiting = False
+            handoff.fail(plan, Code.INTERNAL, "admitted while its blocks were read")
+            handoff.release(serving, plan)
+            return
+        handoff.poll(serving, plan, lambda salt: self._device_match(req, key, salt).device_prefix_len)
+        if not plan.waiting:
+            self._waiting.pop(req.cache_request_handle, None)
+            req.cache_salt = plan.salt  # last: from here on the request lives there
+
+    # ---- waiting: blocks are read while the request is in the queue
+
+    def arrived(self, req: Any) -> None:
+        """A request was queued: begin to read its blocks before its first scheduling pass."""
+        if self.serving is not None and getattr(req, _PLAN, None) is None and not req.finished():
+            self._guarded("arrived", lambda: self._arrive(req), None)
+
+    def _arrive(self, req: Any) -> None:
+        tokens = req.origin_input_ids + req.output_ids
+        # as in SGLang's init_next_round_input, which has not run yet
+        limit = req._compute_max_prefix_len(len(tokens))
+        key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
+        self._plan(req, key)
+
+    def must_wait(self, req: Any) -> bool:
+        """Whether the request is to be passed over in this scheduling pass."""
+        plan: Plan | None = getattr(req, _PLAN, None)
+        return plan is not None and plan.waiting and self.serving is not None
+
+    def wait_for_stage(self, seconds: float) -> None:
+        """Give the readers the processor while nothing else is to be run."""
+        if self.serving is not None:
+            self.serving.stager.wait(seconds)
+
+    def release_aborted_request(self, handle: Any) -> None:
+        super().release_aborted_request(handle)
+        self._guarded("release_aborted_request", lambda: self._abandon(handle), None)
+
+    def _abandon(self, handle: Any) -> None:
+        plan = self._waiting.pop(handle, None)
+        if plan is not None:
+            self._unstage(plan)
 
     def _device_match(self, req: Any, key: RadixKey, salt: str | None) -> MatchResult:
         probe = RadixKey(key.token_ids, key.extra_key, limit=_limit(req, key), cache_salt=salt)
@@ -212,9 +265,14 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if plan is None or plan.slots is None:
             return super().prefix_device_indices(req)  # type: ignore[no-any-return]
         slots, plan.slots = plan.slots, None
+        self._guarded("release", lambda: self._unstage(plan), None)
         rows: torch.Tensor = torch.cat([self.path_device_indices(req.last_node), slots])
         assert len(rows) >= req.prefix_len, (req.rid, len(rows), req.prefix_len)
         return rows[: req.prefix_len]
+
+    def _unstage(self, plan: Plan) -> None:
+        if self.serving is not None:
+            handoff.release(self.serving, plan)
 
     # ---- checkpoint: publish what a finished request computed
 
@@ -223,6 +281,8 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if plan is not None and plan.lossy:
             # before the tree can show these rows to anyone
             self._guarded("lineage", lambda: self._note(req, plan, up_to), None)
+        if plan is not None:
+            self._guarded("release", lambda: self._unstage(plan), None)
         super().checkpoint(req, up_to=up_to, **kwargs)
         serving, pool = self.serving, self.pool
         if serving is None or pool is None or not serving.settings.publish or not req.finished():
@@ -260,6 +320,8 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             return
         if self.serving is not None and req.finished():
             handoff.finish(self.serving, req.rid, plan)
+        self._unstage(plan)
+        self._waiting.pop(req.cache_request_handle, None)
         if plan.slots is not None:
             self.token_to_kv_pool_allocator.free(plan.slots)
         setattr(req, _PLAN, None)

@@ -13,7 +13,7 @@ narrow what the server's settings allow; where both are present, both must agree
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -32,6 +32,8 @@ class Ask(BaseModel):
     sources: list[str] | None = Field(default=None, max_length=64)
     """Names or identity digests of source models to consider; None: all that are allowed."""
     max_hops: int | None = Field(default=None, ge=1, le=8)
+    worth: Literal["auto", "always"] | None = None
+    """Whether to weigh mapping against computing. Only kv_hints may set aside a server's `auto`."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Choice:
 
     sources: frozenset[str] | None
     max_hops: int
+    worth: Literal["auto", "always"] = "auto"
 
 
 def choose(req: Any, settings: ServingSettings) -> Choice:
@@ -64,7 +67,12 @@ def choose(req: Any, settings: ServingSettings) -> Choice:
             sources = wanted if sources is None else sources & wanted
         if ask.max_hops is not None:
             max_hops = min(max_hops, ask.max_hops)
-    return Choice(sources, max_hops)
+    worth = settings.worth
+    if hint is not None and hint.worth is not None:
+        worth = hint.worth
+    if client is not None and client.worth == "auto":
+        worth = "auto"
+    return Choice(sources, max_hops, worth)
 
 
 def _hint(req: Any) -> Ask | None:

@@ -1,18 +1,27 @@
-"""Decide, once per request, what to reuse: best source for each block (law 3 first)."""
+"""Decide what to reuse for one request: best source for each block (law 3 first).
+
+In two halves. `ask` and `compose` run on the scheduler's thread and touch nothing that
+can block: what is allowed, what the tree holds, under which salt the request lives.
+`look_up` runs on a worker and asks the exchange.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from kvhub.exchange import BLOCK_TOKENS, BlockHeader, Lineage, Namespace, chain_keys
+from kvhub.exchange import BLOCK_TOKENS, Block, BlockHeader, Lineage, Namespace, chain_keys
 from kvhub_sglang.choice import Choice, choose
 from kvhub_sglang.lineage import EXACT
 from kvhub_sglang.namespace import policy_digest
 from kvhub_sglang.plan import BlockSource, Plan
 from kvhub_sglang.refusal import Code, Refusal
-from kvhub_sglang.report import Report
 from kvhub_sglang.serving import Candidate, Serving
+from kvhub_sglang.stage import Found
+
+Match = Callable[[str | None], int]
+"""`match(salt) -> tokens`: how many tokens of the request the tree holds on the device, read-only."""
 
 
 def unsupported(req: Any) -> str | None:
@@ -32,107 +41,173 @@ def unsupported(req: Any) -> str | None:
     return None
 
 
-class Decision:
-    """Builds a plan for one request.
+@dataclass(frozen=True)
+class Question:
+    """What one request asks of the exchange; fixed when it is asked."""
 
-    `match(salt) -> tokens` asks the radix tree, read-only, how many tokens of the
-    request's key it holds on the device under a salt.
+    tokens: Sequence[int]
+    limit: int
+    """Tokens that may be reused, page-aligned."""
+    tenant: tuple[str, str]
+    original_salt: str | None
+    lossy_salt: str
+    choice: Choice
+    candidates: tuple[Candidate, ...]
+    allowed: tuple[str, ...]
+    """Digests of mappers that may lie under a row."""
+    exact: int
+    """Tokens on the device in the request's own namespace, when it was asked."""
+    lossy: int
+    """The same in the lossy one."""
+
+
+def ask(serving: Serving, req: Any, tokens: Sequence[int], limit: int, match: Match) -> Question:
+    """What to look for, or `Refusal` where nothing can be gained."""
+    choice = choose(req, serving.settings)
+    candidates = tuple(c for c in serving.candidates if choice.sources is None or c.named(choice.sources))
+    limit -= limit % serving.page_size
+    allowed = sorted({c.digest for c in candidates} | set(serving.settings.lineage_mappers))
+    salt = serving.salts.lossy(policy_digest(allowed, choice.max_hops), req.cache_salt)
+    exact = match(req.cache_salt)
+    lossy = match(salt) if candidates else 0
+    if limit - exact < serving.settings.min_span and lossy <= exact:
+        raise Refusal(Code.EXACT if exact else Code.SHORT, "nothing worth mapping")
+    return Question(
+        tokens=tokens,
+        limit=limit,
+        tenant=(req.cache_salt or "", req.extra_key or ""),
+        original_salt=req.cache_salt,
+        lossy_salt=salt,
+        choice=choice,
+        candidates=candidates,
+        allowed=tuple(allowed),
+        exact=exact,
+        lossy=lossy,
+    )
+
+
+def look_up(serving: Serving, question: Question) -> Found:
+    """The blocks to read, contiguous from what the device holds, and why there are not more.
+
+    Runs on a worker. Headers are believed for looking alone; what is read is proven.
     """
+    own = _own(serving, question)
+    why = Refusal(Code.NO_SOURCE, "no mapper of an allowed source")
+    own_end = min(_reach(own, question.exact), question.limit)
+    start = max(own_end - own_end % serving.page_size, question.lossy)
+    mapped: dict[int, BlockSource] = {}
+    if question.candidates:
+        mapped, why = _mapped(serving, question, start)
+    reach = min(_reach({**mapped, **own}, start), question.limit)
+    if question.candidates and reach - own_end >= serving.settings.min_span:
+        # own blocks below the device's lossy rows are not needed: those rows are there
+        kept = own if question.lossy <= own_end else {}
+        return Found({**mapped, **kept}, why)
+    return Found(own, why)
 
-    def __init__(self, serving: Serving, req: Any, tokens: Sequence[int], limit: int) -> None:
-        self.serving = serving
-        self.req = req
-        self.tokens = tokens
-        self.limit = limit - limit % serving.page_size
-        self.tenant = (req.cache_salt or "", req.extra_key or "")
 
-    def plan(self, report: Report, match: Any) -> Plan:
-        """A plan, or `Refusal`. Looks into the exchange; changes nothing."""
-        serving = self.serving
-        choice = choose(self.req, serving.settings)
-        candidates = [c for c in serving.candidates if choice.sources is None or c.named(choice.sources)]
-        plan = Plan(self.req.cache_salt, self.req.cache_salt, self.tenant, report)
-        exact = match(self.req.cache_salt)
-        own_end = self._add_own(plan, exact)
-        allowed = sorted({c.digest for c in candidates} | set(serving.settings.lineage_mappers))
-        policy = policy_digest(allowed, choice.max_hops)
-        salt = serving.salts.lossy(policy, self.req.cache_salt)
-        lossy = match(salt) if candidates else 0
-        why = self._add_mapped(plan, candidates, choice, max(own_end, lossy))
-        reach = min(plan.covered_to(max(own_end, lossy)), self.limit)
-        if candidates and reach - own_end >= serving.settings.min_span:
-            plan.lossy, plan.salt = True, salt
-            plan.worst = Lineage(hops=choice.max_hops, mappers=allowed)
-            needed = max((c.mapper.manifest.exact_prefix for c in plan.applied()), default=0)
-            if own_end < needed and lossy < needed:
-                raise Refusal(Code.EXACT_PREFIX, f"the first {needed} tokens are not held exactly here")
-            return plan
-        plan.blocks = {i: b for i, b in plan.blocks.items() if b.candidate is None}
-        if own_end > exact:
-            return plan
-        if self.limit - exact < serving.settings.min_span:
-            raise Refusal(Code.EXACT if exact else Code.SHORT, "nothing worth mapping")
-        raise why
+def read(serving: Serving, source: BlockSource) -> Block:
+    """Read and check one block (on a worker)."""
+    candidate = source.candidate
+    model = candidate.source_digest if candidate else serving.digest
+    layout = candidate.layout if candidate else serving.layout
+    return serving.exchange.get(source.key, model=model, layout=layout)
 
-    def _add_own(self, plan: Plan, exact: int) -> int:
-        """Own exact blocks in the exchange beyond the device; returns where exact rows end."""
-        serving = self.serving
-        keys = chain_keys(Namespace(serving.digest, "exact", self.tenant), self.tokens[: self.limit])
-        index = exact // BLOCK_TOKENS
-        while index < len(keys) and _is_exact(serving.exchange.header(keys[index])):
-            plan.blocks[index] = BlockSource(keys[index], None, EXACT)
-            index += 1
-        end = min(plan.exact_to(exact), self.limit)
-        return end - end % serving.page_size
 
-    def _add_mapped(self, plan: Plan, candidates: list[Candidate], choice: Choice, start: int) -> Refusal:
-        """Mapped blocks from `start` on; returns why there are not more."""
-        if not candidates:
-            return Refusal(Code.NO_SOURCE, "no mapper of an allowed source")
-        chains = {c: self._chains(c) for c in candidates}
-        for index in range(start // BLOCK_TOKENS, self.limit // BLOCK_TOKENS):
-            found, refusal = self._best(candidates, chains, index, choice.max_hops)
-            if found is None:
-                return refusal
-            plan.blocks.setdefault(index, found)
-        return Refusal(Code.SHORT, "too few tokens to gain")
+def compose(serving: Serving, plan: Plan, question: Question, found: Found, match: Match) -> None:
+    """Turn what is staged into a decision, with what the tree holds now; `Refusal` where it is none.
 
-    def _chains(self, candidate: Candidate) -> tuple[list[bytes], list[bytes]]:
-        model, tokens = candidate.source_digest, self.tokens[: self.limit]
-        return (
-            chain_keys(Namespace(model, "exact", self.tenant), tokens),
-            chain_keys(Namespace(model, "lossy", self.tenant), tokens),
-        )
+    Chooses the namespace that the request lives in from here on. Changes the plan alone.
+    """
+    plan.blocks = dict(found.blocks)
+    for candidate in {source.candidate for source in found.blocks.values()} - {None}:
+        if candidate not in serving.candidates:
+            raise Refusal(Code.WITHDRAWN, "the mapper was withdrawn")
+    exact = match(question.original_salt)
+    lossy = match(question.lossy_salt) if question.candidates else 0
+    own_end = min(plan.exact_to(exact), question.limit)
+    own_end -= own_end % serving.page_size
+    start = max(own_end, lossy)
+    end = min(plan.covered_to(start), question.limit)
+    gained = end - own_end
+    if question.candidates and gained >= serving.settings.min_span:
+        needed = max((c.exact_prefix for c in plan.applied()), default=0)
+        if own_end < needed and lossy < needed:
+            raise Refusal(Code.EXACT_PREFIX, f"the first {needed} tokens are not held exactly here")
+        plan.lossy, plan.salt = True, question.lossy_salt
+        plan.worst = Lineage(hops=question.choice.max_hops, mappers=list(question.allowed))
+        return
+    plan.blocks = {i: b for i, b in plan.blocks.items() if b.candidate is None}
+    if plan.exact_to(exact) > exact:
+        return
+    if question.limit - exact < serving.settings.min_span:
+        raise Refusal(Code.EXACT if exact else Code.SHORT, "nothing worth mapping")
+    raise found.why or Refusal(Code.SHORT, "too few tokens to gain")
 
-    def _best(
-        self,
-        candidates: list[Candidate],
-        chains: dict[Candidate, tuple[list[bytes], list[bytes]]],
-        index: int,
-        max_hops: int,
-    ) -> tuple[BlockSource | None, Refusal]:
-        """The source with the fewest mappers under it for one block."""
-        best: BlockSource | None = None
-        refusal = Refusal(Code.NO_SOURCE, f"no block {index} of an allowed source")
-        allowed = {c.digest for c in candidates} | set(self.serving.settings.lineage_mappers)
-        for candidate in candidates:
-            for key in (chains[candidate][0][index], chains[candidate][1][index]):
-                header = self.serving.exchange.header(key)
-                if header is None:
-                    continue
-                if header.lineage.hops >= max_hops:
-                    hops = header.lineage.hops + 1
-                    refusal = Refusal(Code.HOPS, f"block {index} would have {hops} mappers under it")
-                    continue
-                lineage = header.lineage.then(candidate.digest)
-                if not set(lineage.mappers) <= allowed:
-                    refusal = Refusal(Code.HOPS, f"block {index} has a mapper under it that is not allowed")
-                    continue
-                if best is None or lineage.hops < best.lineage.hops:
-                    best = BlockSource(key, candidate, lineage)
-                if lineage.hops == 1:
-                    return best, refusal
-        return best, refusal
+
+def _own(serving: Serving, question: Question) -> dict[int, BlockSource]:
+    """Own exact blocks in the exchange beyond the device."""
+    tokens = question.tokens[: question.limit]
+    keys = chain_keys(Namespace(serving.digest, "exact", question.tenant), tokens)
+    blocks: dict[int, BlockSource] = {}
+    index = question.exact // BLOCK_TOKENS
+    while index < len(keys) and _is_exact(serving.exchange.header(keys[index])):
+        blocks[index] = BlockSource(keys[index], None, EXACT, serving.layout.nbytes)
+        index += 1
+    return blocks
+
+
+def _mapped(serving: Serving, question: Question, start: int) -> tuple[dict[int, BlockSource], Refusal]:
+    """Mapped blocks from `start` on, and why there are not more."""
+    tokens = question.tokens[: question.limit]
+    chains = {
+        candidate: [
+            chain_keys(Namespace(candidate.source_digest, kind, question.tenant), tokens)
+            for kind in ("exact", "lossy")
+        ]
+        for candidate in question.candidates
+    }
+    blocks: dict[int, BlockSource] = {}
+    for index in range(start // BLOCK_TOKENS, question.limit // BLOCK_TOKENS):
+        found, refusal = _best(serving, question, chains, index)
+        if found is None:
+            return blocks, refusal
+        blocks[index] = found
+    return blocks, Refusal(Code.SHORT, "too few tokens to gain")
+
+
+def _best(
+    serving: Serving, question: Question, chains: dict[Candidate, list[list[bytes]]], index: int
+) -> tuple[BlockSource | None, Refusal]:
+    """The source with the fewest mappers under it for one block."""
+    best: BlockSource | None = None
+    refusal = Refusal(Code.NO_SOURCE, f"no block {index} of an allowed source")
+    for candidate in question.candidates:
+        for keys in chains[candidate]:
+            header = serving.exchange.header(keys[index])
+            if header is None:
+                continue
+            if header.lineage.hops >= question.choice.max_hops:
+                hops = header.lineage.hops + 1
+                refusal = Refusal(Code.HOPS, f"block {index} would have {hops} mappers under it")
+                continue
+            lineage = header.lineage.then(candidate.digest)
+            if not set(lineage.mappers) <= set(question.allowed):
+                refusal = Refusal(Code.HOPS, f"block {index} has a mapper under it that is not allowed")
+                continue
+            if best is None or lineage.hops < best.lineage.hops:
+                best = BlockSource(keys[index], candidate, lineage, candidate.layout.nbytes)
+            if lineage.hops == 1:
+                return best, refusal
+    return best, refusal
+
+
+def _reach(blocks: dict[int, BlockSource], start: int) -> int:
+    """End of the contiguous tokens from `start` through `blocks`."""
+    index = start // BLOCK_TOKENS
+    while index in blocks:
+        index += 1
+    return max(start, index * BLOCK_TOKENS)
 
 
 def _is_exact(header: BlockHeader | None) -> bool:

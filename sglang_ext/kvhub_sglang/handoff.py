@@ -1,4 +1,4 @@
-"""One handoff, step by step: decide, promise, load. No SGLang class is needed here."""
+"""One handoff, step by step: ask, poll, promise, load. No SGLang class is needed here."""
 
 from __future__ import annotations
 
@@ -8,43 +8,91 @@ from typing import Any
 
 from torch import Tensor
 
-from kvhub_sglang.decide import Decision, unsupported
+from kvhub.exchange import BLOCK_TOKENS
+from kvhub_sglang.decide import Match, ask, compose, look_up, read, unsupported
 from kvhub_sglang.lineage import EXACT, RowLineages
-from kvhub_sglang.place import Pool, place, read_runs
+from kvhub_sglang.place import Pool, place, staged_runs
 from kvhub_sglang.plan import Plan
 from kvhub_sglang.refusal import Code, Refusal
 from kvhub_sglang.report import Report, log_report
 from kvhub_sglang.serving import Serving
+from kvhub_sglang.stage import Found
 
 
-def new_plan(serving: Serving, req: Any, limit: int, match: Callable[[str | None], int]) -> Plan:
-    """Decide for a request that holds no lock and no row. Never raises `Refusal`.
+def new_plan(serving: Serving, req: Any, limit: int, match: Match) -> Plan:
+    """Ask for a request that holds no lock and no row. Never raises `Refusal`.
 
     limit: tokens that may be reused. A request that is refused gets a plan that is
-    `dead`, under its own salt; a forged salt is moved where nothing lossy is.
+    `dead`, under its own salt; a forged salt is moved where nothing lossy is. Others
+    get one that is `waiting` for its stage, until `poll` decides it.
     """
     started = time.perf_counter()
-    report = Report(prompt=len(req.origin_input_ids))
     original = req.cache_salt
-    tenant = (original or "", req.extra_key or "")
+    plan = Plan(original, original, (original or "", req.extra_key or ""), Report(len(req.origin_input_ids)))
     try:
         if serving.salts.is_reserved(original):
             raise Refusal(Code.FORGED_SALT, "cache_salt imitates a reserved namespace")
         if kind := unsupported(req):
             raise Refusal(Code.UNSUPPORTED, kind)
         tokens = req.origin_input_ids + req.output_ids
-        plan = Decision(serving, req, tokens, limit).plan(report, match)
+        plan.question = question = ask(serving, req, tokens, limit, match)
+        plan.waiting = True
+        plan.report.reason = Code.STAGING
+        if question.limit // BLOCK_TOKENS * BLOCK_TOKENS > max(question.exact, question.lossy):
+            plan.stage = serving.stager.start(
+                lambda: look_up(serving, question), lambda source: read(serving, source)
+            )
     except Refusal as refusal:
-        plan = Plan(original, original, tenant, report, dead=True)
         if refusal.code is Code.FORGED_SALT:
             plan.salt = serving.salts.harmless(str(original))
-            plan.tenant = (plan.salt, tenant[1])
-        report.reason, report.detail = refusal.code, refusal.reason
-    except OSError as error:
-        plan = Plan(original, original, tenant, report, dead=True)
-        report.reason, report.detail = Code.EXCHANGE, f"cannot look into the exchange: {error.strerror}"
-    report.milliseconds += (time.perf_counter() - started) * 1e3
+            plan.tenant = (plan.salt, plan.tenant[1])
+        if plan.waiting and plan.question is not None and plan.question.lossy > plan.question.exact:
+            plan.found_nothing = refusal  # what the device holds may still be used
+        else:
+            plan.waiting = False
+            fail(plan, refusal.code, refusal.reason)
+    plan.report.milliseconds += (time.perf_counter() - started) * 1e3
     return plan
+
+
+def poll(serving: Serving, plan: Plan, match: Match) -> None:
+    """Decide a waiting plan if its stage is done or its time is up; else leave it waiting.
+
+    Called in every scheduling pass, before the request holds a lock or a row. Every
+    rank calls it for the same requests in the same order.
+    """
+    started = time.perf_counter()
+    stage, question = plan.stage, plan.question
+    assert question is not None
+    found = Found({}, plan.found_nothing)
+    if stage is not None:
+        done, late = serving.ranks.all(stage.done), serving.ranks.share(stage.late)
+        if not done and not late:
+            return
+        serving.stager.ended(stage)
+        plan.report.waited = (time.monotonic() - stage.started) * 1e3
+        plan.report.staged = stage.seconds * 1e3
+        serving.metrics.stage("wait", plan.report.waited / 1e3)
+        found = stage.found
+        if not done:
+            found = Found({}, Refusal(Code.SLOW, f"not read within {serving.stager.wait_seconds:g} s"))
+    plan.waiting = False
+    try:
+        compose(serving, plan, question, found, match)
+        plan.report.reason = Code.EXACT
+    except Refusal as refusal:
+        plan.become_exact()
+        fail(plan, refusal.code, refusal.reason)
+    if stage is not None and (plan.dead or not plan.blocks):
+        release(serving, plan)
+    plan.report.milliseconds += (time.perf_counter() - started) * 1e3
+
+
+def release(serving: Serving, plan: Plan) -> None:
+    """Give back what was staged."""
+    if plan.stage is not None:
+        serving.stager.close(plan.stage)
+        plan.stage = None
 
 
 def promise(
@@ -65,18 +113,26 @@ def promise(
     plan.base, plan.held = base, held
     plan.exact_length, plan.exact_node = exact
     end = min(plan.covered_to(plan.mapped_from), limit)
+    end = max(plan.exact_to(plan.mapped_from), min(end, _tail(plan, end)))
+    end = min(end, limit)
     end -= end % serving.page_size
-    plan.promised = 0 if plan.dead else max(0, end - plan.base)
+    plan.promised = 0 if plan.dead or plan.waiting else max(0, end - plan.base)
     if plan.promised and (missing := _missing_prefix(rows, plan)):
         fail(plan, Code.EXACT_PREFIX, f"the first {missing} tokens are not held exactly here")
     account(serving, rows, plan)
     return plan.promised
 
 
+def _tail(plan: Plan, end: int) -> int:
+    """Where the native tail of the mapper that gives the last rows before `end` begins."""
+    last = plan.blocks.get((end - 1) // BLOCK_TOKENS)
+    return end if last is None or last.candidate is None else end - last.candidate.native_tail
+
+
 def _missing_prefix(rows: RowLineages, plan: Plan) -> int:
     """The exact prefix that a mapper of this promise needs and the request would not have, or 0."""
     needed = max(
-        (s.candidate.mapper.manifest.exact_prefix for s in plan.placed() if s.candidate is not None),
+        (s.candidate.exact_prefix for s in plan.placed() if s.candidate is not None),
         default=0,
     )
     have = plan.base if plan.base < needed else needed
@@ -103,7 +159,7 @@ def load(
     slots: Tensor | None = None
     try:
         copied = max(0, min(plan.exact_length, base + count) - base)
-        runs = read_runs(serving, plan, base + copied, base + count) if copied < count else []
+        runs = staged_runs(serving, plan, base + copied, base + count) if copied < count else []
         slots = allocate(count)
         if slots is None:
             raise Refusal(Code.CAPACITY, f"no {count} free slots")
@@ -124,6 +180,8 @@ def load(
         raise
     finally:
         account(serving, rows, plan)
+        if plan.dead:
+            release(serving, plan)
         plan.report.milliseconds += (time.perf_counter() - started) * 1e3
     plan.slots, plan.noted = slots, base + count
     return count

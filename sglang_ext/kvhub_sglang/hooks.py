@@ -1,6 +1,6 @@
-"""The two places where SGLang has no override: its output streamer and its weight updates.
+"""The places where SGLang has no override: streamer, admission, the queue, weight updates.
 
-Both go through SGLang's own `HookRegistry`, do nothing while the backend is not in
+All go through SGLang's own `HookRegistry`, do nothing while the backend is not in
 use, and are checked at start (`missing`): a hook that SGLang could not place is
 logged there and swallowed.
 """
@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-STREAMER = "sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+STREAMER = f"{_SCHEDULER}.get_output_streamer_class"
+ADDER = f"{_SCHEDULER}.get_prefill_adder_class"
+QUEUE = f"{_SCHEDULER}._add_request_to_queue"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 WEIGHT_UPDATES = (
     *(f"{_UPDATER}.update_weights_from_{origin}" for origin in ("disk", "distributed", "tensor", "ipc")),
@@ -25,6 +28,8 @@ def place_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(STREAMER, _streamer_class, HookType.AFTER)
+    HookRegistry.register(ADDER, _adder_class, HookType.AFTER)
+    HookRegistry.register(QUEUE, _queued, HookType.AFTER)
     for target in WEIGHT_UPDATES:
         HookRegistry.register(target, _weights_changed, HookType.BEFORE)
 
@@ -33,7 +38,9 @@ def missing() -> list[str]:
     """Targets whose hook is not in place."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    return [target for target in (STREAMER, *WEIGHT_UPDATES) if target not in HookRegistry._patched]
+    return [
+        target for target in (STREAMER, ADDER, QUEUE, *WEIGHT_UPDATES) if target not in HookRegistry._patched
+    ]
 
 
 def watch_weights(switch_off: Callable[[str], None]) -> None:
@@ -46,6 +53,21 @@ def _weights_changed(*args: Any, **kwargs: Any) -> None:
     # Before, not after: an update that fails half way also leaves unknown weights.
     if _switch_off is not None:
         _switch_off("weights were updated, so the identity of this model is unknown until a restart")
+
+
+def _queued(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    arrived = getattr(scheduler.tree_cache, "arrived", None)
+    if arrived is not None:
+        arrived(req)
+
+
+def _adder_class(adder: type[Any], *args: Any, **kwargs: Any) -> type[Any] | None:
+    """Pass over requests whose blocks are still being read, as SGLang does for its own prefetches."""
+    if _switch_off is None:
+        return None
+    from kvhub_sglang.admission import adder_class
+
+    return adder_class(adder)
 
 
 def _streamer_class(streamer: type[Any], *args: Any, **kwargs: Any) -> type[Any] | None:

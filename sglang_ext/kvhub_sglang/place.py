@@ -1,4 +1,4 @@
-"""Fill private slots: exact rows copied, own blocks read, source blocks mapped.
+"""Fill private slots: exact rows copied, own blocks written, source blocks mapped.
 
 All of it happens before the forward is launched, so that a failure costs the
 request nothing but its prefill. On a GPU it is ordered on the forward stream.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvhub.exchange import BLOCK_TOKENS, Block, BlockCorrupt, BlockMissing, Lineage
+from kvhub.exchange import BLOCK_TOKENS, Block, Lineage
 from kvhub.mapper import SourceRows
 from kvhub_kernels.rows import Rows
 from kvhub_sglang.plan import BlockSource, Plan
@@ -84,12 +84,17 @@ class _Run:
         return slice(self.start - origin, self.stop - origin)
 
 
-def read_runs(serving: Serving, plan: Plan, start: int, stop: int) -> list[_Run]:
-    """Read and check every block of `[start, stop)`; `Refusal` if any is gone or damaged."""
+def staged_runs(serving: Serving, plan: Plan, start: int, stop: int) -> list[_Run]:
+    """The staged blocks of `[start, stop)`; `Refusal` if they were given up or may not be used any more."""
+    blocks = plan.stage.blocks() if plan.stage is not None else None
+    if blocks is None:
+        raise Refusal(Code.SLOW, "the blocks were staged too long ago")
     runs: list[_Run] = []
     for index in range(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)):
         source = plan.blocks[index]
-        block = _get(serving, source)
+        if source.candidate is not None and source.candidate not in serving.candidates:
+            raise Refusal(Code.WITHDRAWN, "the mapper was withdrawn")
+        block = blocks[index]
         lo, hi = max(start, index * BLOCK_TOKENS), min(stop, (index + 1) * BLOCK_TOKENS)
         if runs and runs[-1].candidate is source.candidate:
             last = runs[-1]
@@ -99,25 +104,6 @@ def read_runs(serving: Serving, plan: Plan, start: int, stop: int) -> list[_Run]
         else:
             runs.append(_Run(source.candidate, index, [block], lo, hi, [source]))
     return runs
-
-
-def _get(serving: Serving, source: BlockSource) -> Block:
-    candidate = source.candidate
-    model = candidate.source_digest if candidate else serving.digest
-    layout = candidate.layout if candidate else serving.layout
-    try:
-        block = serving.exchange.get(source.key, model=model, layout=layout)
-    except BlockMissing:
-        raise Refusal(Code.EXCHANGE, "a block vanished") from None
-    except BlockCorrupt as error:
-        raise Refusal(Code.CORRUPT, str(error)) from None
-    except OSError as error:
-        raise Refusal(Code.EXCHANGE, f"cannot read the exchange: {error.strerror}") from None
-    found = block.header.lineage
-    # the header was read unchecked when the request was decided; now it is proven
-    if (found if candidate is None else found.then(candidate.digest)) != source.lineage:
-        raise Refusal(Code.HOPS, "a block changed its lineage")
-    return block
 
 
 def place(serving: Serving, pool: Pool, runs: list[_Run], slots: Tensor, base: int, *, copy: Tensor) -> None:

@@ -12,7 +12,10 @@ from kvhub.exchange import BLOCK_TOKENS, Lineage
 from kvhub_sglang.report import Report
 
 if TYPE_CHECKING:
+    from kvhub_sglang.decide import Question
+    from kvhub_sglang.refusal import Refusal
     from kvhub_sglang.serving import Candidate
+    from kvhub_sglang.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -20,12 +23,13 @@ class BlockSource:
     """Where one block of 64 tokens comes from.
 
     candidate: the mapper to apply, or None for this model's own exact block.
-    lineage: of the rows after they are placed here.
+    lineage: of the rows after they are placed here. nbytes: of its payload.
     """
 
     key: bytes
     candidate: Candidate | None
     lineage: Lineage
+    nbytes: int
 
 
 @dataclass
@@ -44,6 +48,14 @@ class Plan:
     """The most that the lossy namespace admits, for rows of unknown history."""
     dead: bool = False
     """Refused, or a load failed: nothing is promised again."""
+    question: Question | None = None
+    """What was asked for; None where the request was refused at once."""
+    stage: Stage | None = None
+    """Where its blocks are read to; None where there is nothing to read, or no longer."""
+    found_nothing: Refusal | None = None
+    """Why nothing is staged although the request goes on with what the device holds."""
+    waiting: bool = False
+    """Not decided: the stage is not done. The request is not admitted meanwhile."""
 
     # what the current scheduling pass found and promised, in tokens
     base: int = 0
@@ -79,6 +91,16 @@ class Plan:
     def applied(self) -> list[Candidate]:
         """The mappers of all planned blocks."""
         return [source.candidate for source in self.blocks.values() if source.candidate is not None]
+
+    def mapped_tokens(self) -> int:
+        """Tokens of the promise that a mapper gives."""
+        start = self.mapped_from
+        count = 0
+        for index in range(start // BLOCK_TOKENS, -(-self.reused // BLOCK_TOKENS)):
+            if index in self.blocks and self.blocks[index].candidate is not None:
+                lo, hi = max(start, index * BLOCK_TOKENS), min(self.reused, (index + 1) * BLOCK_TOKENS)
+                count += max(0, hi - lo)
+        return count
 
     def become_exact(self) -> None:
         """Back to the request's own namespace; only while it holds nothing in the lossy one."""

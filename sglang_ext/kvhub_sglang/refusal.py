@@ -13,12 +13,16 @@ class Code(StrEnum):
     NOT_ASKED = "not_asked"  # the request did not ask for reuse
     DECLINED = "declined"  # the server's policy or the request says no
     FORGED_SALT = "forged_salt"  # the client used a reserved namespace name
+    STAGING = "staging"  # the request ended while its blocks were still being read
+    SLOW = "slow"  # the exchange did not answer in time
+    NOT_WORTH_IT = "not_worth_it"  # mapping would take longer than computing
+    WITHDRAWN = "withdrawn"  # the mapper was taken out of service meanwhile
     NO_SOURCE = "no_source"  # no block of an allowed source is in the exchange
     SHORT = "short"  # too few tokens to gain
     HOPS = "hops"  # only blocks with too many mappers under them
     EXACT_PREFIX = "exact_prefix"  # the first tokens, which the mapper leaves out, are not held
     HICACHE = "hicache"  # SGLang's own host cache already serves this request
-    CAPACITY = "capacity"  # no free slots
+    CAPACITY = "capacity"  # no free slots, or no memory to stage blocks
     EXCHANGE = "exchange"  # the exchange failed or a block vanished
     CORRUPT = "corrupt"  # a block failed its checks
     NOT_FINITE = "not_finite"  # mapped rows are not finite

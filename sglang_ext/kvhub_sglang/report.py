@@ -35,7 +35,11 @@ class Report:
     draft: bool = False
     """True where a mapper that has not passed the gate was served by override."""
     milliseconds: float = 0.0
-    """Spent in kvhub for this request: look-up, read, check, map and place."""
+    """Spent in kvhub on the scheduler's thread for this request: decide, map and place."""
+    staged: float = 0.0
+    """Milliseconds a worker spent on look-up, reads and checks."""
+    waited: float = 0.0
+    """Milliseconds from the request's arrival to its decision."""
 
     def as_meta(self) -> dict[str, Any]:
         """The form in `meta_info["kvhub"][0]`."""
@@ -44,6 +48,8 @@ class Report:
             "mapped": self.mapped,
             "prefilled": self.prefilled,
             "ms": round(self.milliseconds, 3),
+            "staged_ms": round(self.staged, 3),
+            "waited_ms": round(self.waited, 3),
             "reason": str(self.reason),
             "detail": self.detail,
             "source": self.source,

@@ -10,8 +10,11 @@ import torch
 
 from kvhub.exchange import Exchange, Layout
 from kvhub_sglang.namespace import Salts
-from kvhub_sglang.report import Metrics
+from kvhub_sglang.publisher import Publisher
+from kvhub_sglang.ranks import OneRank, Ranks
+from kvhub_sglang.report import Metrics, logger
 from kvhub_sglang.settings import ServingSettings
+from kvhub_sglang.stage import Stager
 
 if TYPE_CHECKING:
     from kvhub.mapper import Mapper
@@ -26,6 +29,15 @@ class Candidate:
     digest: str
     source: ModelIdentity
     draft: bool
+    served_exact_prefix: int = 0
+    """What the server's settings ask for beyond the mapper's own exact prefix."""
+    native_tail: int = 0
+    """Last tokens of what could be mapped that the target computes."""
+
+    @property
+    def exact_prefix(self) -> int:
+        """First tokens that the target must hold exactly."""
+        return max(self.mapper.manifest.exact_prefix, self.served_exact_prefix)
 
     @cached_property
     def source_digest(self) -> str:
@@ -43,7 +55,7 @@ class Candidate:
 
 @dataclass
 class Serving:
-    """Fixed at start."""
+    """Fixed at start, but for mappers that are withdrawn."""
 
     settings: ServingSettings
     identity: ModelIdentity
@@ -54,6 +66,39 @@ class Serving:
     salts: Salts = field(default_factory=Salts)
     stream: torch.Stream | None = None
     """The stream that forwards run on (CUDA); rows are placed in its order."""
+    ranks: Ranks = field(default_factory=OneRank)
+
+    def withdraw(self, digest: str, cause: str) -> None:
+        """Take a mapper out of service: the policy changes, and its rows are never met again.
+
+        cause: one word (`retired`, `removed`, `shadow`).
+        """
+        gone = [c for c in self.candidates if c.digest == digest]
+        self.candidates = tuple(c for c in self.candidates if c.digest != digest)
+        for candidate in gone:
+            self.metrics.withdrawn(digest, candidate.source.name, candidate.draft, cause)
+            logger.error("kvhub does not use mapper %s any more: %s", digest[:12], cause)
+
+    @cached_property
+    def stager(self) -> Stager:
+        """Reads blocks for waiting requests."""
+        settings = self.settings
+        return Stager(
+            self.metrics,
+            threads=settings.stage_threads,
+            most_bytes=settings.stage_max_bytes,
+            wait_seconds=settings.stage_wait_ms / 1e3,
+        )
+
+    @cached_property
+    def publisher(self) -> Publisher:
+        """Writes finished blocks."""
+        return Publisher(
+            self.exchange,
+            self.metrics,
+            most_bytes=self.settings.publish_max_bytes,
+            wait_seconds=self.settings.publish_wait_ms / 1e3,
+        )
 
     @cached_property
     def digest(self) -> str:

@@ -28,6 +28,10 @@ class ServedMapper(Record):
     state: Literal["draft", "ready", "retired"] = "draft"
     allow_draft: bool = False
     """Serve although the gate was not passed; shown in every response."""
+    exact_prefix: int | None = Field(default=None, ge=0, le=4096)
+    """First tokens that are computed, not mapped; None, or less than the mapper's own number: that one."""
+    native_tail: int = Field(default=0, ge=0, le=65536)
+    """Last tokens of what could be mapped that are computed instead."""
 
 
 class ServingSettings(Record):
@@ -49,6 +53,28 @@ class ServingSettings(Record):
     reuse: Literal["asked", "hinted", "always", "off"] = "asked"
     """asked: requests that ask by kv_hints or custom_params; hinted: by kv_hints only;
     always: all that do not decline; off: none."""
+    worth: Literal["auto", "always"] = "auto"
+    """auto: a request is mapped only where that is expected to be faster than computing it; always:
+    wherever it is allowed. Until something was measured, auto computes."""
+    cost_file: str | None = None
+    """Where the measured costs are kept between starts."""
+    stage_wait_ms: float = Field(default=1000.0, ge=0, le=60000)
+    """How long a request waits for its blocks to be read and checked, at most."""
+    stage_threads: int = Field(default=2, ge=1, le=32)
+    stage_max_bytes: int = Field(default=1 << 30, ge=1 << 16)
+    """Memory for blocks that are read and not yet placed."""
+    publish_wait_ms: float = Field(default=50.0, ge=0, le=10000)
+    """How long an answer waits for its blocks to be in the exchange, so that the next turn finds them."""
+    publish_max_bytes: int = Field(default=1 << 28, ge=1 << 16)
+    """Memory for blocks that are not yet in the exchange; what does not fit is not published."""
+    watch_seconds: float = Field(default=2.0, ge=0, le=3600)
+    """How often this file and the registry are asked whether a mapper was withdrawn; 0: never."""
+    heal: bool = False
+    """When idle, compute spans that were mapped, so that exact rows are found at the next turn."""
+    heal_tokens: int = Field(default=512, ge=64, le=65536)
+    """Tokens that one healing request computes."""
+    shadow: float = Field(default=0.0, ge=0, le=1)
+    """Share of mapped requests whose next-token distribution is compared with the native one, when idle."""
     model_path: str | None = None
     """Where the served weights are, if the server was started by another name."""
 

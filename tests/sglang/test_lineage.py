@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import match_kv_cache
+from support.faults import FaultyExchange
 from support.pools import LARGE, SMALL, Engine, Running, identity, mapper_between
 
 from kvhub.exchange import DirectoryExchange, Lineage
@@ -87,7 +88,7 @@ def test_a_match_without_a_limit(tmp_path: Path, page_size: int) -> None:
     small.run([*PROMPT[:128], 1, 2], 1)
     run(large, PROMPT[:128], 8)
     req = large.request(PROMPT[:128], ask=ASK)
-    req.refresh_fill_ids()
+    large.match(req)
     match_kv_cache(req, large.cache, req.full_untruncated_fill_ids)
     assert large.cache.serving is not None
     running = large.admit(req)
@@ -101,9 +102,7 @@ def test_an_exact_prefix_that_was_evicted(tmp_path: Path) -> None:
     large = Engine(LARGE, root, (mapper_between(SMALL, LARGE, exact_prefix=4),))
     large.run([*PROMPT[:10], 1, 2, 3], 1)
     req = large.request([*PROMPT, 9], ask=ASK)
-    req.refresh_fill_ids()
-    match_kv_cache(req, large.cache, req.full_untruncated_fill_ids, max_prefix_len=200)
-    assert req.host_hit_length == 192
+    assert large.match(req) == 192
     large.cache.evict(EvictParams(num_tokens=10**6))
     running = large.admit(req)
     assert running.promised == 0 and running.meta["reason"] == "exact_prefix" and req.cache_salt is None
@@ -141,8 +140,7 @@ def test_a_switch_off_between_promise_and_load(tmp_path: Path) -> None:
     small, large = pair(tmp_path / "exchange")
     small.run(PROMPT, 4)
     req = large.request(PROMPT, ask=ASK)
-    req.refresh_fill_ids()
-    match_kv_cache(req, large.cache, req.full_untruncated_fill_ids, max_prefix_len=199)
+    assert large.match(req) == 192
     salt = large.serving.salts.lossy("0" * 32, None)
     large.cache.switch_off("test")
     running = large.admit(req)
@@ -167,16 +165,22 @@ def swapped(exchange: DirectoryExchange, source: Engine, position: int, lineage:
             )
 
 
-def test_a_block_replaced_between_promise_and_load(tmp_path: Path) -> None:
-    small, large = pair(tmp_path / "exchange")
+def test_a_block_replaced_between_look_up_and_read(tmp_path: Path) -> None:
+    root = tmp_path / "exchange"
+    exchange = FaultyExchange(root)
+    small = Engine(SMALL, root)
+    large = Engine(LARGE, root, (UP,), exchange=exchange)
     small.run(PROMPT, 4)
-    req = large.request(PROMPT, ask=ASK)
-    req.refresh_fill_ids()
-    match_kv_cache(req, large.cache, req.full_untruncated_fill_ids, max_prefix_len=199)
-    assert isinstance(large.serving.exchange, DirectoryExchange)
-    swapped(large.serving.exchange, small, 64, Lineage(hops=1, mappers=["e" * 64]))
-    running = large.admit(req)
-    assert running.loaded == 0 and running.meta["reason"] == "hops"
+
+    def swap_once(method: str) -> None:
+        if method == "get":
+            exchange.before = lambda method: None
+            swapped(exchange.real, small, 64, Lineage(hops=1, mappers=["e" * 64]))
+
+    exchange.before = swap_once
+    running = large.admit(large.request(PROMPT, ask=ASK))
+    # the span ends before the block that is not what it was
+    assert running.loaded == 64 and running.meta["mapped"] == 64 and running.meta["prefilled"] == 136
     large.drop(running)
 
 

@@ -11,7 +11,7 @@ import os
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
@@ -27,7 +27,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from kvhub.artifact.manifest import Calibration, FitScores, Manifest
-from kvhub.exchange import DirectoryExchange
+from kvhub.exchange import DirectoryExchange, Exchange
 from kvhub.mapper import SourceRows
 from kvhub.mapper.ridge import RidgeMapper
 from kvhub.model.identity import Geometry, ModelIdentity, RopeSpec
@@ -154,6 +154,9 @@ class Running:
 class Engine:
     """One server's cache. Every step checks that no slot is lost or counted twice."""
 
+    SETTINGS: ClassVar[dict[str, Any]] = {"worth": "always", "stage_wait_ms": 20000, "publish_wait_ms": 5000}
+    """Unless a test says otherwise: nothing depends on how fast the machine is."""
+
     def __init__(
         self,
         model: ModelIdentity,
@@ -164,6 +167,7 @@ class Engine:
         slots: int = 2048,
         draft: bool = True,
         start: bool = True,
+        exchange: Exchange | None = None,
         **settings: Any,
     ) -> None:
         set_global_server_args_for_scheduler(
@@ -206,10 +210,10 @@ class Engine:
         )
         self.free_at_start = self.allocator.available_size()
         self.serving = Serving(
-            settings=ServingSettings(exchange=str(root), **settings),
+            settings=ServingSettings(**{"exchange": str(root), **self.SETTINGS, **settings}),
             identity=model,
             candidates=tuple(Candidate(m, m.manifest.digest, m.manifest.source, draft) for m in mappers),
-            exchange=DirectoryExchange(root),
+            exchange=exchange or DirectoryExchange(root),
             page_size=page_size,
             metrics=Metrics(False),
         )
@@ -233,11 +237,25 @@ class Engine:
         req.cache_salt = salt
         return req
 
+    def match(self, req: Req, *, passes: int = 1000) -> int:
+        """Scheduling passes until the request need not wait for its blocks; tokens promised."""
+        req.refresh_fill_ids()
+        for _ in range(passes):
+            match_kv_cache(
+                req,
+                self.cache,
+                req.full_untruncated_fill_ids,
+                max_prefix_len=req._compute_max_prefix_len(len(req.full_untruncated_fill_ids)),
+            )
+            if not self.cache.must_wait(req):
+                return int(req.host_hit_length)
+            self.cache.wait_for_stage(0.01)
+        raise AssertionError("the request still waits")
+
     def admit(self, req: Req, chunk: int | None = None) -> Running:
         """Match, load, allocate a row and prefill the first chunk (all of it by default)."""
         tokens = list(req.origin_input_ids) + list(req.output_ids)
-        req.refresh_fill_ids()
-        match_kv_cache(req, self.cache, req.full_untruncated_fill_ids, max_prefix_len=len(tokens) - 1)
+        self.match(req)
         req.kv.cache_protected_len = req.prefix_len
         device, promised = req.prefix_len, req.host_hit_length
         if promised:

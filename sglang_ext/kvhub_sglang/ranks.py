@@ -1,0 +1,38 @@
+"""What tensor-parallel ranks must agree on, or their collectives no longer meet.
+
+Every rank runs the same scheduler on the same requests in the same order. What a rank
+knows alone (a clock, whether its reads are done, a learnt cost) may steer it only
+through one of these two, which are called at the same points on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The ranks of one server. Both methods are called on the scheduler's thread alone."""
+
+    size: int
+    rank: int
+
+    def share(self, value: T) -> T:
+        """Rank 0's value, on every rank. value: numbers, strings, lists and dicts of them."""
+
+    def all(self, ok: bool) -> bool:
+        """Whether it is true on every rank."""
+
+
+class OneRank:
+    """A server without tensor parallelism: it agrees with itself."""
+
+    size = 1
+    rank = 0
+
+    def share(self, value: T) -> T:
+        return value
+
+    def all(self, ok: bool) -> bool:
+        return ok
