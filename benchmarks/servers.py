@@ -1,0 +1,105 @@
+"""The shipped pair behind real servers, for the benchmarks that need both."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support.server import Server, free_port, running, server_environment
+
+ROOT = Path(__file__).parents[1]
+TEXT = ROOT / "demo" / "text" / "wikipedia.txt"
+OTHER = {"small": "large", "large": "small"}
+
+
+@contextlib.contextmanager
+def fitted_home(given: str | None) -> Iterator[str]:
+    """A KVHUB_HOME with mappers between the shipped models, both ways; fitted here unless one is given."""
+    if given:
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="kvhub-bench-") as home:
+        command = ["fit", "models/small", "models/large", "--both", "--dtype", "float32", "--k", "6"]
+        command += ["--sequences", "160", "--length", "256", "--stride", "2", "--text", str(TEXT)]
+        environment = {**os.environ, "KVHUB_HOME": home, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-m", "kvhub", *command], env=environment, cwd=ROOT, check=True)
+        yield home
+
+
+@contextlib.contextmanager
+def exchange_directory() -> Iterator[Path]:
+    """A private empty directory, in memory where there is a tmpfs."""
+    root = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="kvhub-bench-", dir=root) as place:
+        yield Path(place) / "exchange"
+
+
+def start(
+    stack: contextlib.ExitStack,
+    name: str,
+    home: str,
+    exchange: Path,
+    *,
+    options: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    log: Path | None = None,
+) -> Server:
+    """`kvhub serve` of a shipped model that may map from the other one; not waited for.
+
+    options: of `kvhub serve`; flags: of SGLang.
+    """
+    port = free_port()
+    command = [sys.executable, "-m", "kvhub", "serve", f"models/{name}", "--allow-draft"]
+    command += ["--reuse-from", f"models/{OTHER[name]}", "--exchange", str(exchange), "--port", str(port)]
+    env = {**os.environ, "KVHUB_HOME": home, "OMP_NUM_THREADS": "1", **(environment or {})}
+    return stack.enter_context(
+        running([*command, *options, "--", *flags], env, port=port, log=log, cwd=ROOT, wait=False)
+    )
+
+
+def start_stock(
+    stack: contextlib.ExitStack,
+    name: str,
+    *,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    log: Path | None = None,
+) -> Server:
+    """Plain SGLang, without kvhub's backend; not waited for."""
+    port = free_port()
+    path = ROOT / "models" / name
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(path), "--dtype", "float32"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--sleep-on-idle"]
+    if "--max-total-tokens" not in flags:
+        command += ["--max-total-tokens", "32768"]
+    env = server_environment(path, {"OMP_NUM_THREADS": "1", **(environment or {})})
+    return stack.enter_context(running([*command, *flags], env, port=port, log=log, cwd=ROOT, wait=False))
+
+
+def hints(reuse: bool = True, **payload: Any) -> dict[str, Any]:
+    """The `kv_hints` of a request on `/generate`."""
+    action = {
+        "action_id": "1",
+        "action_type": "kvhub.reuse",
+        "action_version": "1",
+        "payload": {"reuse": reuse, **payload},
+    }
+    return {"protocol_version": "1", "message_id": "benchmark", "actions": [action]}
+
+
+def token_ids(characters: slice = slice(None)) -> list[int]:
+    """The demo's text as the shipped tokenizer reads it."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "large")
+    ids: list[int] = tokenizer(TEXT.read_text()[characters])["input_ids"]
+    return ids
