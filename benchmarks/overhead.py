@@ -3,9 +3,10 @@
     python -m benchmarks.overhead [--model small] [--requests 600] [--lengths 64 512]
 
 Two servers at once on the same model: stock SGLang, and SGLang with kvhub loaded, a mapper ready, an
-exchange and publishing as they are by default. Requests do not ask for reuse. A pair is one prompt asked of both, one after the other, in an order that alternates;
-each prompt is new to both. The ratio is kvhub / stock of the time to the first streamed token, so above
-1 kvhub is slower. The interval is a 95 % bootstrap over pairs of the ratio of the geometric means.
+exchange and publishing as they are by default. Requests do not ask for reuse. A pair is one prompt asked
+of both, one after the other, in an order that alternates; each prompt is new to both. The ratio is kvhub /
+stock of the time to the first streamed token, so above 1 kvhub is slower. The interval is a 95 % bootstrap
+over pairs of the ratio of the geometric means.
 """
 
 from __future__ import annotations
