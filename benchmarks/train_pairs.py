@@ -2,12 +2,18 @@
 
     python benchmarks/train_pairs.py --text TEXT --output DIR [--only NAME]
 
-TEXT is the folder that `tools/train_pair.py` reads (wiki.utf8, c4.utf8, tiny.utf8), and the training is that
-script's, in one stage: repetition at a constant rate until recall forms, then the usual mix. What is new are the
-shapes. The shipped pair has 8 KV heads of 32 and k_norm on both sides; these add models without k_norm, with
-fewer and larger heads, and with another rotation. The weights are not kept in the repository: the same text,
-seed and machine give them again in about ten CPU minutes each. Each folder gets a `train_report.json` with
-held-out losses and the cost of a wrong prefix; a model that ignores its context makes every mapper look good.
+TEXT is the folder that `tools/train_pair.py` reads (wiki.utf8, c4.utf8, tiny.utf8). The shipped pair has 8 KV
+heads of 32 and k_norm on both sides. From it come
+
+    kv2     `small` with 2 KV heads: each the mean of four, as arXiv 2305.13245 makes grouped queries
+    plain   `large` as a Llama: no q_norm and k_norm, their weights folded into the projections
+
+each then trained on until it reads again. Training from nothing would take half an hour of CPU to form the
+recall that a fixture needs (a model that ignores its context makes every mapper look good); this takes
+minutes. The price: each has a parent. small-kv2 and large-plain are pairs of relatives, the others are not.
+
+The weights are not kept in the repository: the same text and seed give them again. Each folder gets a
+`train_report.json` with held-out losses and the cost of a wrong prefix.
 """
 
 from __future__ import annotations
@@ -20,46 +26,78 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 import train_pair as base  # noqa: E402
 
-RECALL_STEPS = 900
-STEPS = 1700
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-h8": {"kind": "llama", "layers": 8, "heads": 8, "kv": 8, "dim": 32, "theta": 10000.0},
-    "qwen3-h2": {"kind": "qwen3", "layers": 7, "heads": 8, "kv": 2, "dim": 48, "theta": 50000.0},
-    "llama-h4": {"kind": "llama", "layers": 6, "heads": 8, "kv": 4, "dim": 32, "theta": 50000.0},
-}
-"""kv: key and value heads; dim: their size. All have hidden size 128 and 384 inside the MLP."""
+STEPS = {"kv2": 400, "plain": 300}
+CARRIED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 
 
-def fresh(shape: dict[str, Any], vocabulary: int) -> Any:
-    """A new model of one of `SHAPES`."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+def options(config: Any, **changes: Any) -> dict[str, Any]:
+    """What a descendant's config takes over."""
+    values = {name: getattr(config, name) for name in CARRIED} | {
+        "vocab_size": config.vocab_size,
+        "num_key_value_heads": config.num_key_value_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": dict(config.rope_parameters),
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    return values | changes
 
-    torch.manual_seed(base.SEED)
-    config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }[shape["kind"]]
-    config = config_class(
-        vocab_size=vocabulary,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv"],
-        head_dim=shape["dim"],
-        max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": shape["theta"]},
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    return model_class(config)
+
+def grouped(parent: Any, heads: int) -> Any:
+    """`parent` with fewer KV heads: projections of neighbours averaged."""
+    config = Qwen3Config(**options(parent.config, num_key_value_heads=heads))
+    model = type(parent)(config)
+    weights = parent.state_dict()
+    for name, weight in weights.items():
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            rows = weight.view(heads, -1, config.head_dim, weight.shape[1])
+            weights[name] = rows.mean(1).flatten(0, 1)
+    model.load_state_dict(weights)
+    return model
+
+
+@torch.no_grad()
+def without_norms(parent: Any, text: Tensor) -> Any:
+    """`parent` as a Llama: each head's projection scaled as its norm scales it on average over `text`."""
+    sizes: dict[str, Tensor] = {}
+    hooks = []
+    for name, module in parent.named_modules():
+        if name.endswith((".q_norm", ".k_norm")):
+
+            def keep(_module: Any, inputs: tuple[Tensor], _output: Tensor, name: str = name) -> None:
+                sizes[name] = inputs[0].float().square().mean(-1).sqrt().mean((0, 1))
+
+            hooks.append(module.register_forward_hook(keep))
+    parent.eval()
+    parent(input_ids=text[: 16 * base.WINDOW].view(16, base.WINDOW))
+    for hook in hooks:
+        hook.remove()
+    model = LlamaForCausalLM(LlamaConfig(**options(parent.config)))
+    weights = parent.state_dict()
+    for name in [name for name in weights if name.endswith(("q_norm.weight", "k_norm.weight"))]:
+        norm = weights.pop(name)
+        projection = name.replace("_norm", "_proj")
+        scale = norm[None, :] / sizes[name.removesuffix(".weight")][:, None]  # [heads, head_dim]
+        weights[projection] = weights[projection] * scale.flatten()[:, None]
+    model.load_state_dict(weights)
+    return model
+
+
+def make(name: str, text: Tensor) -> Any:
+    """An untrained descendant."""
+    parent = {"kv2": "small", "plain": "large"}[name]
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "models" / parent, dtype=torch.float32)
+    return grouped(model, 2) if name == "kv2" else without_norms(model, text)
 
 
 def main() -> None:
@@ -67,9 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="folder with wiki.utf8, c4.utf8, tiny.utf8")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--only", choices=[*SHAPES], action="append")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--recall-steps", type=int, default=RECALL_STEPS)
+    parser.add_argument("--only", choices=[*STEPS], action="append")
     given = parser.parse_args()
     torch.set_num_threads(1)
     training, held_out = base.split(given.text)
@@ -79,19 +115,21 @@ def main() -> None:
     judged = {
         name: base.encode(tok, base.without_overlap(tok, found, text)) for name, found in held_out.items()
     }
-    for name in given.only or SHAPES:
-        model = fresh(SHAPES[name], len(tok))
+    for name in given.only or STEPS:
+        torch.manual_seed(base.SEED)
+        model = make(name, text)
         size = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{name}: {size / 1e6:.2f} M parameters, {given.steps} steps", flush=True)
+        print(f"{name}: {size / 1e6:.2f} M parameters, {STEPS[name]} steps", flush=True)
+        print(f"  before: recall {base.recall(model, judged['c4'])}", flush=True)
         started = time.process_time()
-        formed = base.train(model, text, judged["c4"], given.steps, given.recall_steps)
+        base.train(model, text, judged["c4"], STEPS[name], 0)
         seconds = time.process_time() - started
         folder = given.output / name
         model.to(torch.bfloat16).save_pretrained(folder)
         tok.save_pretrained(folder)
         saved = type(model).from_pretrained(folder, dtype=torch.float32)
         found = {label: base.judge(saved, ids) for label, ids in judged.items()}
-        report = {"params": size, "cpu_s": seconds, "recall_formed_at": formed, "val": found}
+        report = {"params": size, "steps": STEPS[name], "cpu_s": seconds, "val": found}
         (folder / "train_report.json").write_text(json.dumps(report, indent=1))
         print(json.dumps(report), flush=True)
 

@@ -22,8 +22,8 @@ class OutputError(NamedTuple):
     attention_kl: Tensor
     """`[heads]`: KL(native weights || mapped weights), nat: what the keys alone do."""
     residual: Tensor
-    """`[]`: sum |W_O (o_hat - o)|^2 / sum |h|^2, h being what enters the layer: how far one layer's error
-    pushes the residual stream, as a share of it."""
+    """`[]`: sum |W_O (o_hat - o)|^2 / sum |h + W_O o|^2, h being what enters the layer: how far one layer's
+    error pushes the residual stream, as a share of what leaves its attention."""
 
 
 def output_error(
@@ -48,11 +48,14 @@ def output_error(
     right = before @ per_query_head(native[1].float(), heads)
     wrong = after @ per_query_head(values.float(), heads)
     moved = (wrong - right).double()
-    pushed = moved.transpose(0, 1).flatten(1) @ projection.double().T
+    moves, writes = (
+        out.double().transpose(0, 1).flatten(1) @ projection.double().T for out in (moved, right)
+    )
+    stream = residual.double() + writes
     tiny = torch.finfo(torch.float32).tiny
     ratio = before.double() * (before.double().clamp_min(tiny).log() - after.double().clamp_min(tiny).log())
     return OutputError(
         output=moved.square().sum((1, 2)) / right.double().square().sum((1, 2)).clamp_min(tiny),
         attention_kl=ratio.sum(-1).mean(-1).clamp_min(0.0),
-        residual=pushed.square().sum() / residual.double().square().sum().clamp_min(tiny),
+        residual=moves.square().sum() / stream.square().sum().clamp_min(tiny),
     )

@@ -115,7 +115,8 @@ def test_output_error(setting):
     assert found.output.numpy() == pytest.approx(expected, rel=1e-4)
     assert found.attention_kl.numpy() == pytest.approx(kl.mean(0), rel=1e-3)
     pushed = np.stack([projection.double().numpy() @ moved[query].reshape(-1) for query in range(N)])
-    expected = (pushed**2).sum() / (residual.double().numpy() ** 2).sum()
+    writes = np.stack([projection.double().numpy() @ length[query].reshape(-1) for query in range(N)])
+    expected = (pushed**2).sum() / ((residual.double().numpy() + writes) ** 2).sum()
     assert float(found.residual) == pytest.approx(expected, rel=1e-4)
 
 
