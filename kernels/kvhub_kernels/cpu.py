@@ -1,7 +1,7 @@
 """Apply a mapper on the CPU at the speed of the plain matrix products in it.
 
-Content rows of all source layers are made once, side by side, so that selected layers that
-are neighbours are one strided operand, without a copy. All heads of a layer are one product.
+Content rows of every source layer are made once; the selected ones are kept side by side from one
+target layer to the next (`joined.py`). All heads of a layer are one product.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvhub_kernels.joined import Joined
 from kvhub_kernels.product import Product
 from kvhub_kernels.rotary import RotaryTable
 from kvhub_kernels.rotate import Turns, rotate_into, turns
@@ -27,7 +28,7 @@ class CpuApplier:
     """One mapper, ready to be applied; buffers are kept between calls. Safe to share between threads.
 
     dtype: float32, or bfloat16: then content rows and weights are rounded to it before the product,
-    sums and biases stay float32 inside the product, and the sum is rounded once before the rotation.
+    sums stay float32 inside the product, the bias in them, and are rounded once before the rotation.
     """
 
     def __init__(
@@ -62,7 +63,6 @@ class CpuApplier:
         """
         wanted = range(self.plan.layers) if layers is None else layers
         used = sorted({layer for t in wanted for layer in self.plan.source_layers[t]})
-        place = {layer: index for index, layer in enumerate(used)}
         read, written = source.token_slots(), target.token_slots()
         undo, turn = turns(strip, back=True), turns(rotate)
         poison = torch.zeros(())
@@ -71,46 +71,46 @@ class CpuApplier:
             for start in range(0, source.tokens, step):
                 span = slice(start, min(start + step, source.tokens))
                 for side, rotated in (("k", True), ("v", False)):
-                    x = self._contents(source, side, used, span, read, undo.at(span) if rotated else None)
+                    content = self._contents(
+                        source, side, used, span, read, undo.at(span) if rotated else None
+                    )
+                    joined = self._joined(span.stop - span.start)
                     for t in wanted:
-                        columns = [place[layer] for layer in self.plan.source_layers[t]]
-                        rows = self._product(t, side, x, columns, self.workspace)
+                        rows = self._product(t, side, joined.of(t, content), self.workspace)
                         if rotated:
-                            out = self.workspace.take("rotated", rows.shape, torch.float32)
-                            rows = rotate_into(out, rows, turn.at(span))
-                        poison += (
-                            self._write((target.keys if rotated else target.values)[t], written, rows, span)
-                            * 0
-                        )
+                            rows = self._rotated(rows, turn.at(span))
+                        pool = (target.keys if rotated else target.values)[t]
+                        poison += self._write(pool, written, rows, span) * 0
         return torch.isfinite(poison)
 
     def _tokens_at_a_time(self, used: int) -> int:
         row = used * self.plan.width * self.plan.groups * self.dtype.itemsize
         return max(256, min(4096, CHUNK_BYTES // row // 64 * 64))
 
+    def _joined(self, tokens: int) -> Joined:
+        shape = (self.plan.groups, tokens, self._product.width)
+        return Joined(self.plan, self._product.order, self.workspace.take("joined", shape, self.dtype))
+
     def _contents(
         self, source: Rows, side: str, used: list[int], span: slice, slots: Tensor | None, undo: Turns | None
-    ) -> Tensor:
-        """`[groups, tokens, len(used) * width]`: the rows of all used layers, RoPE removed from keys."""
+    ) -> dict[int, Tensor]:
+        """`[groups, tokens, width]` of every used layer, RoPE removed from keys."""
         plan, tokens = self.plan, span.stop - span.start
-        # The pad keeps the rows of a large power of two apart in the cache's sets.
-        x = self.workspace.take("x", (plan.groups, tokens, len(used) * plan.width + 32), self.dtype)
+        x = self.workspace.take("x", (len(used), plan.groups, tokens, plan.width), self.dtype)
         shape = (tokens, source.heads, source.dim)
-        for index, layer in enumerate(used):
-            part = x[:, :, index * plan.width : (index + 1) * plan.width]
+        for part, layer in zip(x, used, strict=True):
             place = part[0].view(shape) if plan.support == "full" else part.transpose(0, 1)
             rows = self._read((source.keys if side == "k" else source.values)[layer], slots, span)
             if undo is None:
                 place.copy_(rows)
                 continue
-            if rows.dtype != torch.float32:
-                rows = self.workspace.take("precise", shape, torch.float32).copy_(rows)
+            rows = self._precise(rows)
             if self.dtype == torch.float32:
                 rotate_into(place, rows, undo)
             else:
                 out = self.workspace.take("stripped", shape, torch.float32)
                 place.copy_(rotate_into(out, rows, undo))
-        return x
+        return dict(zip(used, x, strict=True))
 
     def _read(self, layer: Tensor, slots: Tensor | None, span: slice) -> Tensor:
         if slots is None:
@@ -118,6 +118,15 @@ class CpuApplier:
         out = self.workspace.take("gathered", (span.stop - span.start, *layer.shape[1:]), layer.dtype)
         torch.index_select(_words(layer), 0, slots[span], out=_words(out))
         return out
+
+    def _precise(self, rows: Tensor) -> Tensor:
+        if rows.dtype == torch.float32:
+            return rows
+        return self.workspace.take("precise", rows.shape, torch.float32).copy_(rows)
+
+    def _rotated(self, rows: Tensor, turn: Turns) -> Tensor:
+        out = self.workspace.take("rotated", rows.shape, torch.float32)
+        return rotate_into(out, self._precise(rows), turn)
 
     def _write(self, layer: Tensor, slots: Tensor | None, rows: Tensor, span: slice) -> Tensor:
         """Scatter `rows` `[tokens, heads, dim]`; returns their sum, which is finite if all of them are."""
