@@ -106,9 +106,11 @@ def main() -> None:
         else:
             home = stack.enter_context(servers.fitted_home(arguments.home))
             exchange = stack.enter_context(servers.exchange_directory())
-            ours = servers.start(stack, arguments.model, home, exchange, flags=flags)
+            ours = servers.start(
+                stack, arguments.model, home, exchange, settings={"worth": "auto"}, flags=flags
+            )
         for server in (stock, ours):
-            server.wait()
+            server.wait(servers.PATIENCE)
         start = 0
         for length in arguments.lengths:
             prompts = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -15,8 +16,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.server import Server, free_port, running, server_environment
 
+from kvhub.serving import launch
+
 ROOT = Path(__file__).parents[1]
 TEXT = ROOT / "demo" / "text" / "wikipedia.txt"
+PATIENCE = 900.0
+"""Seconds that a server may take to start on a machine that is busy with other work."""
 OTHER = {"small": "large", "large": "small"}
 
 
@@ -42,28 +47,52 @@ def exchange_directory() -> Iterator[Path]:
         yield Path(place) / "exchange"
 
 
+def mappers(home: str) -> dict[str, dict[str, str]]:
+    """The mappers of a home by the name of their target: `path` and `digest`."""
+    found = {}
+    for folder in sorted(Path(home, "mappers").iterdir()):
+        target = json.loads((folder / "manifest.json").read_text())["target"]["name"]
+        found[target] = {"path": str(folder), "digest": folder.name}
+    return found
+
+
 def start(
     stack: contextlib.ExitStack,
     name: str,
     home: str,
     exchange: Path,
     *,
-    options: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+    mapper: Mapping[str, Any] | None = None,
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     log: Path | None = None,
 ) -> Server:
-    """`kvhub serve` of a shipped model that may map from the other one; not waited for.
+    """SGLang with kvhub, on a shipped model that may map from the other one; not waited for.
 
-    options: of `kvhub serve`; flags: of SGLang.
+    The settings file is written as `kvhub serve` writes it, so that everything in it can be
+    chosen: `settings` of the server, `mapper` of its mapper. flags: of SGLang.
     """
+    known, path = mappers(home), ROOT / "models" / name
+    content = {
+        "exchange": str(exchange),
+        "mappers": [{**known[name], "state": "draft", "allow_draft": True, **(mapper or {})}],
+        "lineage_mappers": [known[OTHER[name]]["digest"]],
+        "worth": "always",  # the shipped pair is so small that mapping it is never worth it
+        "model_path": str(path),
+        **(settings or {}),
+    }
     port = free_port()
-    command = [sys.executable, "-m", "kvhub", "serve", f"models/{name}", "--allow-draft"]
-    command += ["--reuse-from", f"models/{OTHER[name]}", "--exchange", str(exchange), "--port", str(port)]
-    env = {**os.environ, "KVHUB_HOME": home, "OMP_NUM_THREADS": "1", **(environment or {})}
-    return stack.enter_context(
-        running([*command, *options, "--", *flags], env, port=port, log=log, cwd=ROOT, wait=False)
+    place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvhub-bench-")))
+    file = place / "serving.json"
+    launch.write_settings(file, content)
+    architectures = json.loads((path / "config.json").read_text())["architectures"]
+    plan = launch.launch(
+        path, file, dtype="float32", host="127.0.0.1", port=port, architectures=architectures, flags=flags
     )
+    env = {**plan.environment, "KVHUB_HOME": home, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env |= environment or {}
+    return stack.enter_context(running(plan.argv, env, port=port, log=log, cwd=ROOT, wait=False))
 
 
 def start_stock(

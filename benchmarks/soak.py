@@ -79,7 +79,7 @@ PARTS = (
 
 
 def soak(
-    part: Part, requests: int, home: str, options: list[str], seed: int, clients: int, keep: Path
+    part: Part, requests: int, home: str, settings: dict[str, Any], seed: int, clients: int, keep: Path
 ) -> tuple[dict[str, Any], list[Said]]:
     """One part: servers up, traffic and faults together, servers checked, servers down."""
     documents = documents_of(seed)
@@ -89,14 +89,14 @@ def soak(
         control.write_text("{}")
         faults = Faults(exchange, control, [], seed)
         environment = {**STRICT, **part.environment, **faults.environment}
-        limits = ["--exchange-gib", "0.06", "--max-hops", "2", *options]
+        limits = {"exchange_max_bytes": 60 << 20, "max_hops": 2, **settings}
         pair = {
             name: servers.start(
                 stack,
                 name,
                 home,
                 exchange,
-                options=limits,
+                settings=limits,
                 flags=["--enable-metrics", *part.flags[name]],
                 environment=environment,
                 log=keep / f"{part.name}-{name}.log",
@@ -104,7 +104,7 @@ def soak(
             for name in ("small", "large")
         }
         for server in pair.values():
-            server.wait()
+            server.wait(servers.PATIENCE)
         traffic = Traffic(pair, documents, requests, clients, seed)
         faults.servers, faults.pause = list(pair.values()), traffic.may_go
         started = time.monotonic()
@@ -196,7 +196,7 @@ def compare(answers: list[Said], keep: Path) -> dict[str, Any]:
             for name in ("small", "large")
         }
         for server in stock.values():
-            server.wait()
+            server.wait(servers.PATIENCE)
 
         def reference(key: tuple[str, tuple[int, ...]], length: int) -> list[int]:
             answer = stock[key[0]].generate(key[1], length)
@@ -256,12 +256,17 @@ def main() -> None:
     parser.add_argument("--name", default="soak", help="results/NAME.json")
     parser.add_argument("--parts", nargs="+", default=[part.name for part in PARTS])
     parser.add_argument("--logs", type=Path, help="keep the servers' logs here")
-    parser.add_argument("--option", action="append", default=[], help="of kvhub serve; repeatable")
+    parser.add_argument("--settings", type=json.loads, default={}, help="JSON: serving settings to change")
     arguments = parser.parse_args()
     chosen = [part for part in PARTS if part.name in arguments.parts]
     total = sum(part.share for part in chosen)
     result: dict[str, Any] = {"what": __doc__.split("\n\n")[2], "machine": machine.describe()}
-    result |= {"clients": arguments.clients, "seed": arguments.seed, "options": arguments.option, "parts": []}
+    result |= {
+        "clients": arguments.clients,
+        "seed": arguments.seed,
+        "settings": arguments.settings,
+        "parts": [],
+    }
     answers: list[Said] = []
     with contextlib.ExitStack() as stack:
         home = stack.enter_context(servers.fitted_home(arguments.home))
@@ -269,7 +274,7 @@ def main() -> None:
         for number, part in enumerate(chosen):
             count = round(arguments.requests * part.share / total)
             seed = arguments.seed + number
-            found, said = soak(part, count, home, arguments.option, seed, arguments.clients, keep)
+            found, said = soak(part, count, home, arguments.settings, seed, arguments.clients, keep)
             result["parts"].append(found)
             answers += said
             print(json.dumps(found), flush=True)

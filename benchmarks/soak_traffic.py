@@ -147,7 +147,7 @@ def _mode(choose: random.Random) -> tuple[str, dict[str, Any]]:
     """How a request asks for reuse, or not; the fields that say so."""
     modes: list[tuple[str, Callable[[], dict[str, Any]], int]] = [
         ("silent", dict, 5),
-        ("hint", lambda: {"kv_hints": hints(max_hops=choose.choice([1, 2]))}, 8),
+        ("hint", lambda: {"kv_hints": hints(max_hops=choose.choice([1, 2]))}, 14),
         ("client", lambda: {"sampling_params": {"custom_params": {"kvhub": {"reuse": True}}}}, 4),
         ("declined", lambda: {"kv_hints": hints(False)}, 2),
         (

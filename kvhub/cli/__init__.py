@@ -21,6 +21,9 @@ COMMANDS = {
     "check": "Say whether a pair can work and what it costs.",
     "fit": "Fit a mapper from SOURCE to TARGET on a text.",
     "eval": "Measure a mapper on held-out text, and judge it.",
+    "tasks": "Answer tasks on a mapped cache: accuracy kept.",
+    "diagnose": "Measure where a mapper errs, and whether it matters.",
+    "report": "Write one page that shows a mapper.",
     "list": "List registered mappers.",
     "matrix": "Show which pairs of a family have a mapper.",
     "plan": "Say what mappers between a set of models need.",
@@ -43,6 +46,7 @@ COMMANDS = {
     "ui": "Show the registry in a browser, read-only.",
     "doctor": "Check settings, disk, registry, Hub and versions.",
     "completion": "Print the script that completes commands in a shell.",
+    "top": "Watch what a live server reuses, maps and refuses.",
     "serve": "Serve a model with SGLang, reusing other models' caches.",
 }
 

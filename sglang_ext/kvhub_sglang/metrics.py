@@ -24,7 +24,7 @@ _KL = (1e-4, 1e-3, 0.003, 0.01, 0.03, 0.1, 0.2, 0.5, 1, 2, 5)
 
 STAGES = ("decide", "wait", "read", "map", "publish", "heal", "shadow", "handoff")
 """decide: look-up and choice. wait: a request held back for staging. read: blocks read and checked, off the
-scheduler's thread. map: allocation, copies, mapping and writing, on it. handoff: all of kvhub in a request."""
+scheduler's thread. map: allocation, copies, mapping, writing, on it. handoff: all of kvhub in a request."""
 
 
 @dataclass(frozen=True)

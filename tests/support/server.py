@@ -67,9 +67,9 @@ class Server:
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"{path}: {error.code}: {error.read().decode(errors='replace')}") from None
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = START_SECONDS) -> None:
         """Return when the server answers. Raises `ServerDied` if it ends, or takes too long."""
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise ServerDied(f"exit status {self.process.returncode}\n{self.log_tail()}")
@@ -77,7 +77,7 @@ class Server:
                 self.get("/health_generate", timeout=10)
                 return
             time.sleep(0.5)
-        raise ServerDied(f"not ready after {START_SECONDS:.0f} s\n{self.log_tail()}")
+        raise ServerDied(f"not ready after {seconds:.0f} s\n{self.log_tail()}")
 
     def flush(self) -> None:
         """Empty the server's own cache (`/flush_cache`)."""
