@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-BUCKETS = (0, 1, 4, 16, 64, 256, 1024, 4096)
-"""First positions of the groups that a table shows: the sink, 1-3, 4-15, ..."""
 
 
 class PositionErrors(NamedTuple):
@@ -25,15 +21,3 @@ def position_errors(native: Tensor, mapped: Tensor) -> PositionErrors:
     y = native.double().flatten(1)
     errors = (mapped.double().flatten(1) - y).square().sum(-1)
     return PositionErrors(errors, (y - y.mean(0)).square().sum(-1).mean())
-
-
-def by_bucket(errors: Tensor) -> list[tuple[str, float]]:
-    """Mean of `[tokens]` errors in each group of `BUCKETS` that has a position: `("4-15", 0.21)`."""
-    length = len(errors)
-    found = []
-    for start, stop in zip(BUCKETS, (*BUCKETS[1:], 1 << 62), strict=True):
-        if start < length:
-            last = min(stop, length) - 1
-            name = str(start) if last == start else f"{start}-{last}"
-            found.append((name, float(torch.as_tensor(errors[start:stop]).double().mean())))
-    return found
