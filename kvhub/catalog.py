@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -78,6 +79,21 @@ def open_registry(settings: Settings | None = None, *, read_only: bool = False) 
         return Registry.open((settings or Settings.load()).database_url, read_only=read_only)
 
 
+def reading_registry(settings: Settings | None = None) -> Registry:
+    """The registry for what only reads: made or upgraded as by `open_registry`, but read as it is where the
+    home may not be written (somebody else's, a read-only mount).
+    """
+    settings = settings or Settings.load()
+    database = settings.database_file
+    fixed = database is not None and database.is_file() and not writable(database)
+    return open_registry(settings, read_only=fixed)
+
+
+def writable(path: Path) -> bool:
+    """Whether a file may be changed, and others made beside it."""
+    return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
+
+
 def register(directory: Path, manifest: Manifest, settings: Settings | None = None) -> None:
     """Put a written artifact into the registry, as a draft, in one transaction.
 
@@ -132,13 +148,13 @@ def find(ref: str, settings: Settings | None = None) -> MapperRow:
 
     Errors: `NotFound`; `BadInput` where several fit (the hint lists them).
     """
-    with explained(), open_registry(settings) as registry:
+    with explained(), reading_registry(settings) as registry:
         return registry.get(ref)
 
 
 def history(digest: str, settings: Settings | None = None) -> list[EventRecord]:
     """What happened to a mapper, oldest first."""
-    with explained(), open_registry(settings) as registry:
+    with explained(), reading_registry(settings) as registry:
         return registry.history(digest)
 
 
@@ -151,7 +167,7 @@ def directory_of(ref: str, settings: Settings | None = None) -> Path:
     directory = files_of(row, settings)
     if not directory.is_dir():
         raise NotFound(
-            f"the files of mapper {row.digest[:12]} are not here: neither at {row.path} nor in this store",
+            f"the files of mapper {row.digest[:12]} are gone: neither at {row.path} nor in this store",
             _way_to_files(row, settings or Settings.load()),
         )
     return directory

@@ -32,6 +32,13 @@ class Settings:
         return cls(home, url, os.environ.get("KVHUB_DEBUG") == "1")
 
     @property
+    def database_file(self) -> Path | None:
+        """The registry's file; None where it is on a server."""
+        scheme = "sqlite:///"
+        url = self.database_url
+        return Path(url.removeprefix(scheme)) if url.startswith(scheme) else None
+
+    @property
     def mappers(self) -> Path:
         """One directory per mapper, named by its digest."""
         return self.home / "mappers"

@@ -51,9 +51,9 @@ def command(name: str | None, mapper: str | None, remove: bool, why: str, form: 
 
 
 def _show(form: str) -> None:
-    from kvhub.catalog import explained, open_registry
+    from kvhub.catalog import explained, reading_registry
 
-    with explained(), open_registry() as registry:
+    with explained(), reading_registry() as registry:
         pairs = [(alias, row) for row in registry.list() for alias in row.aliases]
     found = sorted(pairs, key=lambda pair: pair[0])
     if form == "json":

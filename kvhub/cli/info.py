@@ -10,7 +10,7 @@ import click
 from kvhub.catalog import FIT_DOMAIN, find, history
 from kvhub.cli import output
 from kvhub.cli.complete import MAPPER
-from kvhub.cli.list import record
+from kvhub.cli.listed import of_row, record
 from kvhub.cli.output import Column
 from kvhub.errors import KvhubError
 from kvhub_registry import MapperRow, ModelRecord, ScoreRecord
@@ -41,8 +41,9 @@ def command(mapper: str, form: str) -> None:
     manifest, evidence, problem = _files(row)
     if form == "json":
         output.as_json(
-            record(row)
+            record(of_row(row))
             | {
+                "scores": [score.model_dump() for score in row.scores],
                 "manifest": manifest.model_dump(mode="json") if manifest else None,
                 "verdict": evidence.verdict.model_dump(mode="json") if evidence else None,
                 "problem": problem,

@@ -29,7 +29,7 @@ def command(mappers: tuple[str, ...], path: Path) -> None:
     long as the file exists.
     """
     from kvhub.artifact.read import read_manifest
-    from kvhub.catalog import directory_of, explained, find, open_registry
+    from kvhub.catalog import directory_of, explained, find, reading_registry
     from kvhub.hub.lockfile import make_lock, write_lock
     from kvhub.settings import Settings
     from kvhub.store.roots import remember
@@ -37,7 +37,7 @@ def command(mappers: tuple[str, ...], path: Path) -> None:
     if mappers:
         rows = [find(ref) for ref in mappers]
     else:
-        with explained(), open_registry() as registry:
+        with explained(), reading_registry() as registry:
             rows = [row for row in registry.list(state="ready") if row.locations]
         if not rows:
             raise BadInput("no mapper is ready and on the Hub", "kvhub push publishes one; or name mappers")

@@ -40,7 +40,7 @@ def command(
     retired, or "-" for none), its top-1 agreement, size and age. "list" prints a
     line a pair, with the reason.
     """
-    from kvhub.catalog import explained, open_registry
+    from kvhub.catalog import explained, reading_registry
 
     revisions = {}
     for text in served:
@@ -50,7 +50,7 @@ def command(
         revisions[name] = revision
     if (form == "png") != (path is not None):
         raise BadInput("a picture needs both --format png and --output FILE")
-    with explained(), open_registry() as registry:
+    with explained(), reading_registry() as registry:
         table = coverage(registry.list(), family=family, models=models, served=revisions)
     if form == "json":
         output.as_json(record(table))

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -121,14 +121,20 @@ def table(columns: Sequence[Column], rows: Sequence[Mapping[str, str]]) -> None:
 
 def tsv(keys: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:
     """Tab-separated values with a heading line; tabs and newlines in values are replaced."""
-    click.echo("\t".join(keys))
-    for row in rows:
-        click.echo("\t".join("" if row[key] is None else clean(str(row[key])) for key in keys))
+    lines = ["\t".join(keys)]
+    lines += ["\t".join("" if row[key] is None else clean(str(row[key])) for key in keys) for row in rows]
+    click.echo("\n".join(lines))
 
 
 def as_json(value: object) -> None:
     """Indented JSON; ASCII, so nothing in it can steer a terminal."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=True, allow_nan=False))
+
+
+def as_json_lines(values: Iterable[object]) -> None:
+    """A JSON array with one element a line: indenting ten thousand takes longer than reading them."""
+    lines = ",\n".join(json.dumps(value, ensure_ascii=True, allow_nan=False) for value in values)
+    click.echo(f"[\n{lines}\n]" if lines else "[]")
 
 
 def note(text: str) -> None:

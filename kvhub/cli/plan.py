@@ -40,10 +40,10 @@ def command(models: tuple[str, ...], k: int, support: str, dtype: str, form: str
     source layers at once; FIT TFLOP is the work of the Gram matrices alone, for
     the paper's 128,000 rows; both models' prefill of the text comes on top.
     """
-    from kvhub.catalog import explained, open_registry
+    from kvhub.catalog import explained, reading_registry
     from kvhub.store.planning import plan, shape_of
 
-    with explained(), open_registry() as registry:
+    with explained(), reading_registry() as registry:
         rows = registry.list()
     shapes = [shape_of(ref, rows) for ref in models]
     needs = plan(shapes, rows, k=k, support=support, itemsize=2 if dtype == "bfloat16" else 4)

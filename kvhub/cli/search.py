@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvhub.catalog import explained, open_registry
 from kvhub.cli import output
+from kvhub.cli.listed import listed
 from kvhub.cli.output import Column
+from kvhub_registry.listing import Listed
 
 if TYPE_CHECKING:
     from kvhub.hub.search import Hit
-    from kvhub_registry import MapperRow
 
 COLUMNS = (
     Column("repository", "REPOSITORY"),
@@ -52,21 +52,17 @@ def command(
     Scores are the authors' own; kvhub pull has ours decide. HERE is the state
     of the same mapper in the registry.
     """
-    with explained(), open_registry() as registry:
-        if here or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-            from kvhub.hub.search import local
+    if here or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        found = listed(source=source, target=target, family=family, text=text)
+        records = [_local(one) for one in found if author is None or _by(author, one)]
+    else:
+        from kvhub.hub.search import search
 
-            found = local(registry.list(source=source, target=target, family=family), text, author=author)
-            records = [_local(row) for row in found]
-        else:
-            from kvhub.hub.search import search
-
-            hits = search(
-                text, source=source, target=target, family=family, author=author, rows=registry.list()
-            )
-            records = [_remote(hit) for hit in hits]
+        known = {one.digest: one.state for one in listed()}
+        hits = search(text, source=source, target=target, family=family, author=author, known=known)
+        records = [_remote(hit) for hit in hits]
     if form == "json":
-        output.as_json(records)
+        output.as_json_lines(records)
     elif form == "quiet":
         for record in records:
             click.echo(output.clean(str(record["repository"] or record["digest"])))
@@ -93,21 +89,25 @@ def _remote(hit: Hit) -> dict[str, object]:
     }
 
 
-def _local(row: MapperRow) -> dict[str, object]:
-    place = row.locations[-1] if row.locations else None
+def _by(author: str, one: Listed) -> bool:
+    return any(place.repo_id.startswith(f"{author}/") for place in one.locations)
+
+
+def _local(one: Listed) -> dict[str, object]:
+    place = one.locations[-1] if one.locations else None
     return {
         "repository": place.repo_id if place else None,
         "commit": place.commit if place else None,
-        "digest": row.digest,
-        "source": row.source.name,
-        "target": row.target.name,
-        "family": row.family,
-        "top1": row.score("top1"),
-        "gap": row.score("gap_recovered"),
+        "digest": one.digest,
+        "source": one.source,
+        "target": one.target,
+        "family": one.family,
+        "top1": one.top1,
+        "gap": one.gap,
         "downloads": None,
-        "modified": output.instant(row.created),
+        "modified": one.created,
         "gated": None,
-        "here": row.state.value,
+        "here": one.state,
     }
 
 

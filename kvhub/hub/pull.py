@@ -17,7 +17,7 @@ from kvhub.catalog import (
     explained,
     files_of,
     find,
-    open_registry,
+    reading_registry,
     record_evidence,
     record_location,
     register,
@@ -113,7 +113,7 @@ def fetch(
 def here(reference: Reference, settings: Settings | None = None) -> MapperRow | None:
     """What was pulled or pushed before as this reference, and is still here."""
     settings = settings or Settings.load()
-    with explained(), open_registry(settings) as registry:
+    with explained(), reading_registry(settings) as registry:
         row = registry.at(reference.place, reference.revision)
         if row is None and is_digest_prefix(reference.subfolder):
             try:

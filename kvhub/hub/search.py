@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,11 @@ from kvhub.hub import client
 from kvhub.hub.card import tag
 from kvhub.hub.reference import is_folder
 from kvhub.hub.remote import MOST
-from kvhub_registry import MapperRow
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
+
+    from kvhub_registry import MapperRow
 
 LIMIT = 200
 _SCORES = ("top1", "kl", "gap_recovered", "attention_cosine")
@@ -46,12 +47,12 @@ def search(
     target: str | None = None,
     family: str | None = None,
     author: str | None = None,
-    rows: Sequence[MapperRow] = (),
+    known: Mapping[str, str] | None = None,
     limit: int = LIMIT,
 ) -> list[Hit]:
     """Mappers of this pair that repositories say they hold, those of the most downloaded first.
 
-    rows: the registry's, to say what is here already. Errors: the client's.
+    known: state by digest in the registry, to say what is here already. Errors: the client's.
     """
     filters = ["kvhub"]
     filters += [f"kvhub-source:{tag(source)}"] if source else []
@@ -71,8 +72,7 @@ def search(
             )
         ),
     )
-    known = {row.digest: row.state.value for row in rows}
-    hits = [hit for info in found for hit in _hits(info, known)]
+    hits = [hit for info in found for hit in _hits(info, known or {})]
     # The tags are those of all mappers in a repository together.
     hits = [
         hit
@@ -84,25 +84,18 @@ def search(
     return sorted(hits, key=lambda hit: (-hit.downloads, hit.repo_id))
 
 
-def local(
-    rows: Sequence[MapperRow], text: str | None = None, *, author: str | None = None
-) -> list[MapperRow]:
-    """The same question to the registry alone: `text` in a name of a model, an alias or a repository."""
-    wanted = (text or "").casefold()
+def local(rows: Sequence[MapperRow], text: str) -> list[MapperRow]:
+    """The same question to the registry alone: `text` in the name of a model, a place or itself."""
+    wanted = text.casefold()
 
     def names(row: MapperRow) -> list[str]:
         places = [place.repo_id for place in row.locations]
         return [row.source.name, row.target.name, row.digest, *row.aliases, *places]
 
-    return [
-        row
-        for row in rows
-        if any(wanted in name.casefold() for name in names(row))
-        and (author is None or any(place.repo_id.startswith(f"{author}/") for place in row.locations))
-    ]
+    return [row for row in rows if any(wanted in name.casefold() for name in names(row))]
 
 
-def _hits(info: ModelInfo, known: dict[str, str]) -> list[Hit]:
+def _hits(info: ModelInfo, known: Mapping[str, str]) -> list[Hit]:
     """Strictly read: a card may hold anything."""
     try:
         client.split(info.id)
@@ -136,7 +129,7 @@ def _hit(
     source: str,
     target: str,
     scores: dict[str, float],
-    known: dict[str, str],
+    known: Mapping[str, str],
 ) -> Hit:
     digest = str(block.get("digest") or "")[:64]
     return Hit(

@@ -89,9 +89,9 @@ def _disk(settings: Settings) -> Finding:
 
 
 def _registry(settings: Settings) -> Finding:
-    from kvhub.catalog import explained, open_registry
+    from kvhub.catalog import explained, reading_registry
 
-    with explained(), open_registry(settings) as registry:
+    with explained(), reading_registry(settings) as registry:
         problem = registry.health()
         count = len(registry.list())
     where = "SQLite" if settings.database_url.startswith("sqlite") else "PostgreSQL"
@@ -102,9 +102,9 @@ def _registry(settings: Settings) -> Finding:
 
 def _mappers(settings: Settings) -> Finding:
     from kvhub.artifact.read import verify_artifact
-    from kvhub.catalog import explained, files_of, open_registry
+    from kvhub.catalog import explained, files_of, reading_registry
 
-    with explained(), open_registry(settings) as registry:
+    with explained(), reading_registry(settings) as registry:
         rows = registry.list(state="ready")
     broken = []
     for row in rows:

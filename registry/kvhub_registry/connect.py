@@ -7,12 +7,11 @@ trial with eight), so every write transaction here begins with the lock:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, text
 from sqlalchemy.engine import make_url
@@ -21,6 +20,7 @@ from sqlalchemy.pool import NullPool
 from sqlmodel import Session
 
 from kvhub_registry.errors import BadAddress, Damaged, Denied, NotRegistered, RegistryError, Unavailable
+from kvhub_registry.files import read_only_address
 
 BUSY_SECONDS = 60
 LOCK_KEY = 0x6B76687562  # "kvhub"
@@ -112,11 +112,9 @@ def _mounts() -> str:
 
 
 def _read_only(path: Path) -> URL:
-    # Without its -wal and -shm files a WAL database opens only as immutable
-    # where they cannot be made.
-    still = not path.with_name(path.name + "-wal").exists() and not os.access(path.parent, os.W_OK)
-    query = {"uri": "true", "mode": "ro"} | ({"immutable": "1"} if still else {})
-    return URL.create("sqlite", database=f"file:{quote(path.as_posix())}", query=query)
+    address, _, options = read_only_address(path).partition("?")
+    query = {"uri": "true"} | dict(option.split("=") for option in options.split("&"))
+    return URL.create("sqlite", database=address, query=query)
 
 
 def _sqlite(url: URL, journal: str | None) -> Engine:

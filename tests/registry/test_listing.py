@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from support.records import mapper_record
 
-from kvhub_registry import Registry, ScoreRecord, State
+from kvhub.cli.listed import of_row
+from kvhub.hub.search import local
+from kvhub_registry import HubLocation, Registry, ScoreRecord, State, listing
 from kvhub_registry.listing import STATES, quick_list
 
 
@@ -32,6 +34,10 @@ def database(tmp_path: Path) -> Path:
                 ]
                 registry.add_scores(record.digest, [score(*one) for one in [*held, *fit]])
                 registry.set_state(record.digest, State.READY, "passed")
+                registry.set_alias(f"name-{seed}", record.digest)
+                for commit in ("1" * 40, "2" * 40):
+                    place = HubLocation(repo_id=f"Team/repo-{seed}", commit=commit, pushed=True)
+                    registry.add_location(record.digest, place)
     return path
 
 
@@ -56,6 +62,7 @@ def test_it_is_the_registry_s_list(database: Path, given: dict[str, str]) -> Non
     found = quick_list(database, **given)
     assert found is not None
     assert [one.digest for one in found] == [row.digest for row in rows]
+    assert found == [of_row(row) for row in rows]
     for one, row in zip(found, rows, strict=True):
         assert (one.source, one.target, one.family, one.support, one.k) == (
             row.source.name,
@@ -71,6 +78,22 @@ def test_it_is_the_registry_s_list(database: Path, given: dict[str, str]) -> Non
         measured = row.score("r2_key")
         assert one.r2_key == (row.score("r2_key", domain="fit") if measured is None else measured)
         assert one.r2_value == row.score("r2_value", domain="fit") == 0.2
+
+
+@pytest.mark.parametrize("text", ["", "name-1", "team/REPO-3", "C-7b", "nothing", "org/a"])
+def test_a_text_is_found_where_the_registry_finds_it(database: Path, text: str) -> None:
+    with Registry.open(f"sqlite:///{database}") as registry:
+        rows = local(registry.list(), text)
+    found = quick_list(database, text=text)
+    assert found is not None
+    assert [one.digest for one in found] == [row.digest for row in rows]
+    assert bool(found) == (text != "nothing")
+
+
+def test_many_are_read_as_few_are(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = quick_list(database)
+    monkeypatch.setattr(listing, "_FEW", 0)
+    assert quick_list(database) == few
 
 
 def test_what_it_does_not_know_is_left_to_the_registry(database: Path, tmp_path: Path) -> None:
