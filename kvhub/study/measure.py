@@ -1,0 +1,263 @@
+"""Score a candidate on a bundle: two short tails of the target a window, all else is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvhub.errors import Corrupt
+from kvhub.evaluation.arms import WindowResult
+from kvhub.evaluation.bootstrap import Bootstrap, Estimate, ratio
+from kvhub.evaluation.evidence import Arm, LayerScores, Score
+from kvhub.evaluation.inject import KvRows, run
+from kvhub.evaluation.metrics import Array, LogitSums, attention_cosine, row_moments
+from kvhub.evaluation.run import wrong_document_order
+from kvhub.evaluation.summary import summarize
+from kvhub.fit.score import apply_affine
+from kvhub.mapper.base import Mapper, SourceRows
+from kvhub.model.identity import ModelIdentity
+from kvhub.model.rope import rotary_table
+from kvhub.study.bundle import Bundle
+from kvhub.study.record import Recording
+from kvhub_kernels.rotary import apply_rope, strip_rope
+
+if TYPE_CHECKING:
+    from kvhub.model.load import LoadedModel
+
+
+class Candidate(Protocol):
+    """Anything that turns the source's rows at positions 0, 1, 2, ... into the target's."""
+
+    def map(self, rows: KvRows) -> KvRows:
+        """Rows in the target's dtype."""
+        ...
+
+
+class AffineCandidate:
+    """A mapper that is not written yet: tensors as `kvhub.fit.solve` makes them."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        source_layers: Sequence[Sequence[int]],
+        source: ModelIdentity,
+        target: ModelIdentity,
+        *,
+        rotated: bool = True,
+    ) -> None:
+        """rotated: False leaves RoPE in the source's keys and adds none (an ablation)."""
+        self._layers = source_layers
+        self._source, self._target = source, target
+        self._rotated = rotated
+        self._tensors = {name: tensor.float() for name, tensor in tensors.items()}
+
+    def map(self, rows: KvRows) -> KvRows:
+        """See `Candidate.map`; computed in float32."""
+        positions = torch.arange(len(rows))
+        turn = rotary_table(self._target.rope, positions)
+        strip = rotary_table(self._source.rope, positions)
+        content = [strip_rope(k.float(), strip) if self._rotated else k.float() for k in rows.keys]
+        values = [v.float() for v in rows.values]
+        dtype = getattr(torch, self._target.dtype)
+        found: tuple[list[Tensor], list[Tensor]] = ([], [])
+        with torch.inference_mode():
+            for number, layers in enumerate(self._layers):
+                for side, name, inputs in ((0, "k", content), (1, "v", values)):
+                    prefix = f"layers.{number}.{name}"
+                    x = torch.stack([inputs[layer] for layer in layers], dim=1)
+                    y = apply_affine(x, self._tensors[f"{prefix}.weight"], self._tensors[f"{prefix}.bias"])
+                    found[side].append(
+                        (apply_rope(y, turn) if name == "k" and self._rotated else y).to(dtype)
+                    )
+        return KvRows(tuple(found[0]), tuple(found[1]))
+
+
+class MapperCandidate:
+    """A loaded mapper of any family, through `map_layer`."""
+
+    def __init__(self, mapper: Mapper) -> None:
+        self._mapper = mapper
+
+    def map(self, rows: KvRows) -> KvRows:
+        """See `Candidate.map`."""
+        manifest = self._mapper.manifest
+        source = SourceRows(rows.keys, rows.values, torch.arange(len(rows)), manifest.source.rope)
+        dtype = getattr(torch, manifest.target.dtype)
+        with torch.inference_mode():
+            pairs = [self._mapper.map_layer(n, source) for n in range(manifest.target.geometry.num_layers)]
+        return KvRows(tuple(k.to(dtype) for k, _ in pairs), tuple(v.to(dtype) for _, v in pairs))
+
+
+@dataclass(frozen=True)
+class ArmScores:
+    """One candidate on one bundle: per-window results, as `kvhub eval` keeps them."""
+
+    results: dict[str, list[WindowResult]]
+    """By domain, in the bundle's order. Without the wrong-document arm where it was not run."""
+
+    def per_window(self, arm: Arm = "mapped", metric: str = "nll", *domains: str) -> Array:
+        """Sums over scored positions, `[windows]`: `nll`, `kl` or `top1`."""
+        return np.array([getattr(w.sums[arm], metric) for w in self._windows(domains)])
+
+    def positions(self, *domains: str) -> Array:
+        """Scored positions of every window."""
+        return np.array([w.positions for w in self._windows(domains)], dtype=np.float64)
+
+    def mean(self, arm: Arm = "mapped", metric: str = "nll", *domains: str) -> float:
+        """A position."""
+        return float(self.per_window(arm, metric, *domains).sum() / self.positions(*domains).sum())
+
+    def excess(self, *domains: str, arm: Arm = "mapped") -> float:
+        """NLL over native, nat a position."""
+        return self.mean(arm, "nll", *domains) - self.mean("native", "nll", *domains)
+
+    def cosine(self, *domains: str) -> Array:
+        """Attention-output cosine by layer, mean over windows and heads."""
+        found: Array = np.stack([w.cosine.mean(1) for w in self._windows(domains)]).mean(0)
+        return found
+
+    def summary(self, *, resamples: int = 2000, seed: int = 0) -> tuple[list[Score], list[LayerScores]]:
+        """Scores with intervals, as in `evidence.json`; needs the wrong-document arm."""
+        return summarize(self.results, resamples=resamples, seed=seed)
+
+    def difference(
+        self, other: ArmScores, metric: str = "nll", *, resamples: int = 2000, seed: int = 0
+    ) -> Estimate:
+        """Mapped minus `other`'s mapped, a position: paired over the same windows."""
+        strata = [len(windows) for windows in self.results.values()]
+        gap = self.per_window("mapped", metric) - other.per_window("mapped", metric)
+        counts = self.positions()
+        return Bootstrap(strata, resamples=resamples, seed=seed).estimate(lambda w: ratio(w, gap, counts))
+
+    def share_removed(self, other: ArmScores, *, resamples: int = 2000, seed: int = 0) -> Estimate:
+        """1 - excess NLL of this over that of `other`: 0.5 where half the loss is gone. Paired."""
+        strata = [len(windows) for windows in self.results.values()]
+        mine = self.per_window() - self.per_window("native")
+        theirs = other.per_window() - other.per_window("native")
+        return Bootstrap(strata, resamples=resamples, seed=seed).estimate(
+            lambda w: 1 - (w @ mine) / (w @ theirs)
+        )
+
+    def _windows(self, domains: Sequence[str]) -> list[WindowResult]:
+        return [w for name in domains or self.results for w in self.results[name]]
+
+
+def measure(
+    candidate: Candidate,
+    bundle: Bundle,
+    target: LoadedModel,
+    *,
+    exact_prefix: int = 0,
+    wrong: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> ArmScores:
+    """All arms of `candidate` on every window of `bundle`.
+
+    wrong: also the wrong-document arm (another window of the same domain, as `kvhub eval` pairs them),
+    which doubles the tails. Errors: `Corrupt` where mapped rows or logits are not finite.
+    """
+    results: dict[str, list[WindowResult]] = {}
+    done = 0
+    for name, windows in bundle.domains.items():
+        order = wrong_document_order(len(windows)) if wrong else list(range(len(windows)))
+        before = candidate.map(bundle.mapped_from(windows[order[-1]]).rows) if wrong else None
+        found: dict[int, WindowResult] = {}
+        for index in order:
+            native = bundle.native(windows[index])
+            mapped = candidate.map(bundle.mapped_from(windows[index]).rows)
+            mapped.check_finite("the mapped cache")
+            found[index] = _window(bundle, target, native, mapped, before, exact_prefix)
+            before = mapped if wrong else None
+            done += 1
+            if progress is not None:
+                progress(done, bundle.windows)
+        results[name] = [found[index] for index in range(len(windows))]
+    return ArmScores(results)
+
+
+def _window(
+    bundle: Bundle,
+    target: LoadedModel,
+    native: Recording,
+    mapped: KvRows,
+    wrong: KvRows | None,
+    exact: int,
+) -> WindowResult:
+    served = mapped.with_exact_prefix(native.rows, exact)
+    against = _Against(native.logits, native.labels)
+    sums: dict[Arm, LogitSums] = {
+        "native": native.native,
+        "source": bundle.source_sums(native.window, native),
+        "empty": native.empty,
+    }
+    arms: list[tuple[Arm, KvRows]] = [("mapped", served)]
+    if wrong is not None:
+        arms.append(("wrong-document", wrong.with_exact_prefix(native.rows, exact)))
+    for arm, rows in arms:
+        logits, _ = run(target.model, native.tail, start=len(native.rows), rows=rows)
+        sums[arm] = against.sums(logits)
+    cosine = attention_cosines(native, served)
+    keys, values = row_moments(native.rows, served, bundle.target.rope, exact)
+    return WindowResult(len(native.labels), sums, cosine, keys, values, native.injection_error)
+
+
+def attention_cosines(native: Recording, served: KvRows) -> Array:
+    """`[layers, heads]`, as `kvhub eval` computes them; needs no model."""
+    return np.stack(
+        [
+            attention_cosine(
+                native.queries[layer],
+                native.scaling[layer],
+                (native.rows.keys[layer], native.rows.values[layer]),
+                (served.keys[layer], served.values[layer]),
+            )
+            for layer in range(len(served.keys))
+        ]
+    )
+
+
+def cosines(candidate: Candidate, bundle: Bundle, *, exact_prefix: int = 0) -> Array:
+    """Attention-output cosine of every layer and head over all windows, `[windows, layers, heads]`.
+
+    No forward at all: mapped rows and recorded queries.
+    """
+    found = []
+    for windows in bundle.domains.values():
+        for window in windows:
+            native = bundle.native(window, logits=False)
+            mapped = candidate.map(bundle.mapped_from(window).rows)
+            found.append(attention_cosines(native, mapped.with_exact_prefix(native.rows, exact_prefix)))
+    return np.stack(found)
+
+
+class _Against:
+    """`compare_logits` with the native side prepared: float32 passes, sums in float64.
+
+    Tested to agree with it to 1e-5 a position.
+    """
+
+    def __init__(self, native: Tensor, labels: Tensor) -> None:
+        self._labels = labels
+        log_p = native.float().log_softmax(-1)
+        self._best = log_p.argmax(-1)
+        self._p = log_p.exp()
+        self._entropy = -torch.linalg.vecdot(self._p, log_p).double()
+
+    def sums(self, logits: Tensor) -> LogitSums:
+        """Of one arm, `[positions, vocabulary]` float32. Errors: `Corrupt` where not finite."""
+        width = self._p.shape[-1]
+        logits = logits[:, :width]
+        top, best = logits.max(-1, keepdim=True)
+        if not bool(torch.isfinite(top).all()):
+            raise Corrupt("an arm gave NaN or infinite logits", "nothing was measured")
+        shifted = logits - top  # small where p is large: the products keep their digits
+        norm = shifted.logsumexp(-1).double()
+        cross = norm - torch.linalg.vecdot(self._p, shifted).double()
+        nll = norm - shifted.gather(-1, self._labels[:, None])[:, 0].double()
+        same = best[:, 0] == self._best
+        return LogitSums(float(nll.sum()), float((cross - self._entropy).sum()), float(same.sum()))
