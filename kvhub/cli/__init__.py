@@ -19,6 +19,7 @@ from kvhub.errors import KvhubError
 
 COMMANDS = {
     "check": "Say whether a pair can work and what it costs.",
+    "transfer": "Predict from a few hundred tokens whether a pair works.",
     "fit": "Fit a mapper from SOURCE to TARGET on a text.",
     "eval": "Measure a mapper on held-out text, and judge it.",
     "tasks": "Answer tasks on a mapped cache: accuracy kept.",

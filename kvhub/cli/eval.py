@@ -70,7 +70,7 @@ def command(
     loaded = load_mapper(directory)
     manifest = loaded.manifest
     # Whatever can be refused is refused before gigabytes of weights are read.
-    paths = [_locate("source", manifest.source, source), _locate("target", manifest.target, target)]
+    paths = [locate_model("source", manifest.source, source), locate_model("target", manifest.target, target)]
     domains = held_out_windows(texts, load_tokenizer(paths[0]), count=windows, length=prefix + tail)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,7 +97,7 @@ def command(
         catalog.record_evidence(manifest, evidence, why=reason(evidence.verdict))
 
 
-def _locate(role: str, fitted: ModelIdentity, given: str | None) -> Path:
+def locate_model(role: str, fitted: ModelIdentity, given: str | None) -> Path:
     """Where the model is: as given, else the Hub revision in the manifest; refused when it is another."""
     from kvhub.evaluation.run import check_model
     from kvhub.model.identify import identify

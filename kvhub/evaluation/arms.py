@@ -38,6 +38,7 @@ from kvhub.evaluation.probe import QueryProbe
 from kvhub.mapper.base import Mapper, SourceRows
 
 if TYPE_CHECKING:
+    from kvhub.model.identity import ModelIdentity
     from kvhub.model.load import LoadedModel
 
 
@@ -117,8 +118,12 @@ class Arms:
 
         Errors: `Corrupt` when mapped rows or logits are not finite.
         """
-        served = self._map(mapper, base.source).with_exact_prefix(base.native, exact_prefix)
-        other = self._map(mapper, wrong).with_exact_prefix(base.native, exact_prefix)
+        served = map_rows(mapper, base.source, self._source.identity, self._target).with_exact_prefix(
+            base.native, exact_prefix
+        )
+        other = map_rows(mapper, wrong, self._source.identity, self._target).with_exact_prefix(
+            base.native, exact_prefix
+        )
         sums = dict(base.sums)
         caches: tuple[tuple[Arm, KvRows], ...] = (("mapped", served), ("wrong-document", other))
         for arm, rows in caches:
@@ -138,20 +143,24 @@ class Arms:
         )
         return WindowResult(len(base.labels), sums, cosine, keys, values, base.injection_error)
 
-    def _map(self, mapper: Mapper, rows: KvRows) -> KvRows:
-        """Through the mapper, in the dtype that the target caches."""
-        positions = torch.arange(len(rows), device=rows.keys[0].device)
-        source = SourceRows(rows.keys, rows.values, positions, self._source.identity.rope)
-        target = self._target.model
-        keys, values = [], []
-        with torch.inference_mode():
-            for layer in range(self._target.identity.geometry.num_layers):
-                key, value = mapper.map_layer(layer, source)
-                keys.append(key.to(target.device, target.dtype))
-                values.append(value.to(target.device, target.dtype))
-        mapped = KvRows(tuple(keys), tuple(values))
-        mapped.check_finite("the mapped cache")
-        return mapped
+
+def map_rows(mapper: Mapper, rows: KvRows, source: ModelIdentity, target: LoadedModel) -> KvRows:
+    """The source's rows from position 0 through the mapper, in the dtype that the target caches.
+
+    Errors: `Corrupt` where a mapped row is not finite.
+    """
+    positions = torch.arange(len(rows), device=rows.keys[0].device)
+    found = SourceRows(rows.keys, rows.values, positions, source.rope)
+    model = target.model
+    keys, values = [], []
+    with torch.inference_mode():
+        for layer in range(target.identity.geometry.num_layers):
+            key, value = mapper.map_layer(layer, found)
+            keys.append(key.to(model.device, model.dtype))
+            values.append(value.to(model.device, model.dtype))
+    mapped = KvRows(tuple(keys), tuple(values))
+    mapped.check_finite("the mapped cache")
+    return mapped
 
 
 def _compare(arm: Arm, native: Tensor, logits: Tensor, labels: Tensor) -> LogitSums:

@@ -54,6 +54,10 @@ class Bootstrap:
         low, high = np.quantile(sampled, (0.025, 0.975))
         return Estimate(value, float(low), float(high))
 
+    def mean(self, values: Array) -> Estimate:
+        """The mean of `values` `[windows]`, each window with the same weight."""
+        return self.estimate(lambda weights: weights @ values / weights.sum(1))
+
 
 def ratio(weights: Array, sums: Array, counts: Array) -> Array:
     """Weighted mean per position, `[samples]`: windows' `sums` `[windows]` over their `counts`."""

@@ -1,0 +1,165 @@
+"""`kvhub tasks`: what a mapper keeps of the target's accuracy on tasks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from kvhub.cli import output
+from kvhub.errors import BadInput
+
+if TYPE_CHECKING:
+    from kvhub.evaluation.bootstrap import Estimate
+    from kvhub.evaluation.evidence import Arm
+    from kvhub.tasks.conversation import Turn
+    from kvhub.tasks.scores import TaskScores
+
+OTHER_TEXT = (
+    "The harbour office opens at seven. Boats that leave before then put a note into the grey box, with"
+    " the name of the boat, how many are on board and when they mean to be back. Nobody reads them in summer."
+)
+"""What the arm wrong-document maps: a text of no task."""
+ARMS = ("native", "source", "mapped", "empty", "wrong-document")
+
+
+@click.command()
+@click.argument("mapper")
+@click.option(
+    "--task", "names", multiple=True, metavar="NAME[=FILE]",
+    help="A task of lm-evaluation-harness (arc_challenge, mmlu, ...), or a local JSONL file. Repeat.",
+)  # fmt: skip
+@click.option(
+    "--conversations", type=click.Path(path_type=Path), metavar="FILE",
+    help="Conversations as CoQA writes them: F1 turn by turn.",
+)  # fmt: skip
+@click.option(
+    "--turns", type=click.IntRange(1, 100), default=10, show_default=True, help="Of a conversation."
+)
+@click.option("--limit", type=click.IntRange(min=2), help="Items of each task, or conversations.")
+@click.option("--fewshot", type=click.IntRange(min=0), help="Examples before an item [default: the task's].")
+@click.option("--chat", is_flag=True, help="Items as a conversation in the pair's chat template.")
+@click.option(
+    "--arm", "arms", type=click.Choice(ARMS), multiple=True, default=("native", "source", "mapped"),
+    show_default=True, help="What stands before the answer. Repeat.",
+)  # fmt: skip
+@click.option("--source", metavar="MODEL", help="The source model, if not the Hub model it was fitted on.")
+@click.option("--target", metavar="MODEL", help="The target model, likewise.")
+@click.option(
+    "--exact-prefix", type=click.IntRange(min=0), help="First tokens native [default: the mapper's]."
+)
+@click.option(
+    "--output", "place", type=click.Path(path_type=Path), metavar="FILE", help="Write JSON here too."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@output.format_option("table", "json")
+def command(
+    mapper: str,
+    names: tuple[str, ...],
+    conversations: Path | None,
+    turns: int,
+    limit: int | None,
+    fewshot: int | None,
+    chat: bool,
+    arms: tuple[str, ...],
+    source: str | None,
+    target: str | None,
+    exact_prefix: int | None,
+    place: Path | None,
+    seed: int,
+    device: str,
+    form: str,
+) -> None:
+    """Answer tasks on MAPPER's mapped cache, and beside it on the target's own.
+
+    Writes assets/tasks.json beside the manifest. Needs kvhub[tasks].
+    """
+    _demand_harness()
+    import torch
+
+    from kvhub.cli.eval import locate_model
+    from kvhub.fit.store import write_bytes
+    from kvhub.mapper.load import load_mapper, locate
+    from kvhub.model.load import load_model
+    from kvhub.tasks import record
+    from kvhub.tasks.caches import Caches
+    from kvhub.tasks.conversation import read_conversations, run_conversations
+    from kvhub.tasks.run import Task, TaskSettings, run_tasks
+
+    if not names and conversations is None:
+        raise BadInput("there is no task", "give --task NAME[=FILE], or --conversations FILE")
+    tasks = [Task.parse(name) for name in names]
+    talks = [] if conversations is None else read_conversations(conversations, limit=limit)
+    chosen = cast("tuple[Arm, ...]", tuple(dict.fromkeys(arms)))
+    settings = TaskSettings(arms=chosen, limit=limit, fewshot=fewshot, chat=chat, seed=seed)
+    directory = locate(mapper)
+    loaded = load_mapper(directory)
+    manifest = loaded.manifest
+    paths = [locate_model("source", manifest.source, source), locate_model("target", manifest.target, target)]
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    here = load_model(paths[0], getattr(torch, manifest.source.dtype), device=device)
+    there = load_model(paths[1], getattr(torch, manifest.target.dtype), device=device)
+    other = torch.tensor(here.tokenizer.encode(OTHER_TEXT, add_special_tokens=False))
+    caches = Caches(loaded.to(device), here, there, exact_prefix=exact_prefix, other=other)
+    told = [time.monotonic()]
+
+    def progress(arm: str, done: int) -> None:
+        if time.monotonic() - told[0] >= 30:
+            told[0] = time.monotonic()
+            output.note(f"{arm}: {done} done")
+
+    scores = run_tasks(tasks, caches, settings, progress=progress) if tasks else []
+    table = (
+        run_conversations(talks, caches, chosen, turns=turns, seed=seed, progress=progress) if talks else []
+    )
+    found = record.describe(manifest, tasks, settings, scores, table)
+    if form == "json":
+        click.echo(record.to_bytes(found).decode(), nl=False)
+    else:
+        _print(scores, table)
+    record.write_record(directory, found)
+    if place is not None:
+        write_bytes(place, record.to_bytes(found))
+
+
+def _demand_harness() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("lm_eval") is None:
+        raise BadInput("lm-evaluation-harness is not installed", "pip install 'kvhub[tasks]'")
+
+
+def _print(scores: list[TaskScores], turns: list[Turn]) -> None:
+    from kvhub.tasks.scores import overall
+
+    for score in scores:
+        click.echo(f"{score.name}  n {score.n}, {score.metric}, chance {score.chance:.3f}")
+        for arm, accuracy in score.accuracy.items():
+            click.echo(f"  {arm:<18}{_shown(accuracy)}")
+        click.echo(f"  {'retention':<18}{_shown(score.retention)}")
+        click.echo(f"  {'floor-normalised':<18}{_shown(score.floor_normalised)}")
+        gap = "no gap beyond chance" if score.gap_recovered is None else _shown(score.gap_recovered)
+        click.echo(f"  {'gap recovered':<18}{gap}")
+    if len(scores) > 1:
+        total = overall(scores)
+        click.echo(
+            f"mean retention {total.retention:.3f}, floor-normalised {total.floor_normalised:.3f}, "
+            f"worst {total.worst_task} {total.worst_retention:.3f}"
+        )
+    for turn in turns:
+        arms = "  ".join(f"{arm} {_shown(value)}" for arm, value in turn.f1.items())
+        click.echo(f"turn {turn.turn:<3} n {turn.n:<4} F1 {arms}  drift {_shown(turn.drift)}")
+    sys.stdout.flush()
+
+
+def _shown(value: Estimate) -> str:
+    return (
+        f"{value.value:.3f} [{value.low:.3f}, {value.high:.3f}]"
+        if value.value == value.value
+        else "undefined"
+    )

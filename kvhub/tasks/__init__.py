@@ -1,0 +1,1 @@
+"""Tasks on the mapped cache: what a handoff costs in accuracy, item by item."""

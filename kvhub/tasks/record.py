@@ -1,0 +1,60 @@
+"""`assets/tasks.json` beside the manifest: task scores bound to a mapper's digest."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import kvhub
+from kvhub.artifact.manifest import Manifest
+from kvhub.fit.store import write_bytes
+from kvhub.tasks.conversation import Turn
+from kvhub.tasks.run import Task, TaskSettings
+from kvhub.tasks.scores import TaskScores, overall
+
+NAME = "tasks.json"
+
+
+def describe(
+    manifest: Manifest, tasks: list[Task], settings: TaskSettings, scores: list[TaskScores], turns: list[Turn]
+) -> dict[str, Any]:
+    """All of a run as plain JSON; what is undefined is null."""
+    found: dict[str, Any] = _plain(
+        {
+            "schema_version": 1,
+            "mapper": manifest.digest,
+            "kvhub_version": kvhub.__version__,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "settings": asdict(settings),
+            "items": {task.name: task.digest for task in tasks},
+            "tasks": [asdict(score) for score in scores],
+            "overall": asdict(overall(scores)) if scores else None,
+            "turns": [asdict(turn) for turn in turns],
+        }
+    )
+    return found
+
+
+def write_record(directory: Path, record: dict[str, Any]) -> Path:
+    """Put the record beside the manifest, whole or not at all. Errors: `OSError`."""
+    place = directory / "assets" / NAME
+    place.parent.mkdir(exist_ok=True)
+    write_bytes(place, to_bytes(record))
+    return place
+
+
+def to_bytes(record: dict[str, Any]) -> bytes:
+    """The record as it is written."""
+    return json.dumps(record, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
