@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
-from kvhub.catalog import demote, directory_of, find
+from kvhub.catalog import demote, directory_of, files_of, find
 from kvhub.cli import output
 from kvhub.cli.complete import MAPPER
-from kvhub.errors import Corrupt, NotFound
+from kvhub.errors import Corrupt, Incompatible, NotFound
+from kvhub_registry import MapperRow
 
 
 @click.command()
@@ -18,40 +19,41 @@ from kvhub.errors import Corrupt, NotFound
 def command(mapper: str, deep: bool) -> None:
     """Check a mapper's files: none missing, none extra, sizes, and with --deep every sha256.
 
-    Shows who signed it, and refuses what the trust policy (kvhub trust) does not allow.
+    Also its evidence: that it is of this digest, and what our gate says of it
+    today; and its signature: valid, and allowed by the trust policy (kvhub
+    trust). The signature covers the manifest and, through it, every listed file.
+    README.md and assets/ are for people: nothing vouches for them.
 
     MAPPER is a digest, an alias, 'source->target', or an artifact directory.
     A registered mapper that fails becomes a draft, so that nothing serves it.
     """
-    from kvhub.artifact.evidence import read_evidence
-    from kvhub.artifact.read import verify_artifact
-    from kvhub.store.trust import demand
+    from kvhub.store.verify import verify
 
     directory = directory_of(mapper)
-    expected = _registered(mapper, directory)
+    row = _registered(mapper, directory)
     try:
-        manifest = verify_artifact(directory, deep=deep)
-        if expected is not None and manifest.digest != expected:
-            raise Corrupt(f"{directory} holds mapper {manifest.digest[:12]}, not {expected[:12]}")
-        evidence = read_evidence(directory, manifest)
-        origin = demand(directory, manifest)
-    except Corrupt as error:
-        if expected is not None and demote(expected, f"kvhub verify: {error.message}"):
-            output.note(f"mapper {expected[:12]} is a draft now")
-        raise Corrupt(
-            error.message, error.hint or "kvhub rm removes it; kvhub pull fetches it again"
-        ) from None
+        found = verify(directory, row, deep=deep)
+    except (Corrupt, Incompatible) as error:
+        policy = isinstance(error, Incompatible) and error.code not in ("gate", "unevaluated")
+        if row is not None and not policy and demote(row.digest, f"kvhub verify: {error.message}"):
+            output.note(f"mapper {row.digest[:12]} is a draft now")
+        error.hint = error.hint or "kvhub rm removes it; kvhub pull fetches it again"
+        raise
+    manifest = found.manifest
     how = "every sha256 agrees" if deep else "names and sizes agree (--deep compares every byte)"
     click.echo(f"{manifest.digest}  {len(manifest.files)} files, {output.size(manifest.size)}: {how}")
-    click.echo(output.clean(str(origin)))
-    if evidence is None:
-        output.note("no evidence yet: kvhub eval measures it")
+    click.echo(output.clean(f"evidence: {found.evidence}"))
+    click.echo(output.clean(f"origin: {found.provenance}"))
+    if found.unread:
+        click.echo(output.clean(f"not covered: {', '.join(found.unread)}"))
+    for note in found.notes:
+        output.note(note)
 
 
-def _registered(mapper: str, directory: Path) -> str | None:
-    """The digest that the registry knows these files by, if it does."""
+def _registered(mapper: str, directory: Path) -> MapperRow | None:
+    """The row of these very files, where the registry has one."""
     try:
         row = find(mapper)
     except NotFound:
         return None
-    return row.digest if Path(row.path) == directory else None
+    return row if files_of(row) == directory else None

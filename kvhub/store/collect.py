@@ -8,10 +8,13 @@ note (`org/name`) is no such alias: the mapper can be fetched again from there.
 from __future__ import annotations
 
 import shutil
+import stat
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +35,7 @@ _DIRECTORY: Kind = "directory"
 
 @dataclass(frozen=True)
 class Garbage:
-    """One thing that may go, and what it takes on disk."""
+    """One thing that may go, and the bytes that are free then."""
 
     kind: Kind
     path: Path
@@ -81,6 +84,7 @@ def collect(
         locked = roots.locked(settings)
         garbage: list[Garbage] = []
         kept: list[Kept] = []
+        links = Links(settings)
         for row in rows:
             if not _may_go(row, settings, drafts, grace):
                 continue
@@ -90,14 +94,14 @@ def collect(
                     kept.append(Kept(row, by or "a process has it loaded"))
                     continue
                 why = f"{row.state.value}: {row.state_reason}"
-                garbage.append(Garbage("mapper", Path(row.path), row.size, why, row))
+                garbage.append(Garbage("mapper", Path(row.path), links.freed(Path(row.path)), why, row))
                 if not dry_run:
                     remove_locked(row, settings)
         gone = {item.path for item in garbage}
         # by digest too: the home may have been moved, or the registry be shared by several machines
         known = {Path(row.path) for row in rows} | {settings.mappers / row.digest for row in rows}
-        garbage += _strays(settings, known | gone, grace, dry_run)
-        garbage += _blobs(settings, dry_run)
+        garbage += _strays(settings, known | gone, links, grace, dry_run)
+        garbage += _blobs(settings, links, dry_run)
     return Collected(garbage, kept)
 
 
@@ -117,7 +121,9 @@ def _keeper(row: MapperRow, locked: dict[str, Path]) -> str:
     return f"locked by {locked[row.digest]}" if row.digest in locked else ""
 
 
-def _strays(settings: Settings, known: set[Path], grace: float, dry_run: bool) -> Iterator[Garbage]:
+def _strays(
+    settings: Settings, known: set[Path], links: Links, grace: float, dry_run: bool
+) -> Iterator[Garbage]:
     """Directories without a row, and what killed processes left."""
     for path in sorted(settings.mappers.iterdir()):
         if path in known or path.name == ".lock" or path.name.startswith(".pull-"):
@@ -131,24 +137,66 @@ def _strays(settings: Settings, known: set[Path], grace: float, dry_run: bool) -
                 kind, why = _LEFTOVER, "of a process that was killed"
             else:
                 kind, why = _DIRECTORY, "no registered mapper is here"
-            yield Garbage(kind, path, tree_size(path), why)
+            yield Garbage(kind, path, links.freed(path), why)
             if not dry_run:
                 _delete(path)
 
 
-def _blobs(settings: Settings, dry_run: bool) -> Iterator[Garbage]:
+def _blobs(settings: Settings, links: Links, dry_run: bool) -> Iterator[Garbage]:
+    """Shards that no mapper has; those of a mapper that has just gone go with it, unmentioned."""
     for path in blobs.unreferenced(settings):
-        size = path.stat().st_size
+        size, counted = path.stat().st_size, links.counted(path)
         if not dry_run:
             path.unlink(missing_ok=True)
-        yield Garbage("blob", path, size, "no mapper has this shard")
+        if not counted:
+            yield Garbage("blob", path, size, "no mapper has this shard")
 
 
-def tree_size(path: Path) -> int:
-    """Bytes of all files below, hard links counted as files."""
-    if path.is_symlink() or not path.is_dir():
-        return path.lstat().st_size
-    return sum(item.lstat().st_size for item in path.rglob("*") if not item.is_dir())
+class Links:
+    """How many bytes go with a directory, where other mappers may have the same files.
+
+    A file's bytes are free once every name of it is gone: those in directories that go, and the blob's,
+    which then goes too. They are counted with the directory that takes the last of the others.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._blobs = settings.home / "blobs"
+        self._gone: Counter[tuple[int, int]] = Counter()
+        self._done: set[tuple[int, int]] = set()
+
+    def freed(self, path: Path) -> int:
+        """Bytes that are free once `path`, and all that was asked before, is deleted."""
+        whole = path.is_dir() and not path.is_symlink()
+        size = 0
+        for item in path.rglob("*") if whole else [path]:
+            with suppress(FileNotFoundError):
+                found = item.lstat()
+                if stat.S_ISDIR(found.st_mode):
+                    continue
+                key = (found.st_dev, found.st_ino)
+                self._gone[key] += 1
+                if found.st_nlink - self._gone[key] <= int(found.st_nlink > 1 and self._is_blob(key)):
+                    self._done.add(key)
+                    size += found.st_size
+        return size
+
+    def counted(self, path: Path) -> bool:
+        """Whether a file's bytes were counted with a directory."""
+        found = path.stat()
+        return (found.st_dev, found.st_ino) in self._done
+
+    def _is_blob(self, key: tuple[int, int]) -> bool:
+        return key in self._names
+
+    @cached_property
+    def _names(self) -> set[tuple[int, int]]:
+        names = set()
+        if self._blobs.is_dir():
+            for path in self._blobs.iterdir():
+                with suppress(FileNotFoundError):
+                    found = path.stat()
+                    names.add((found.st_dev, found.st_ino))
+        return names
 
 
 def _delete(path: Path) -> None:

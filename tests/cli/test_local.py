@@ -94,6 +94,36 @@ def test_verify_and_what_damage_does(shell, ready: Manifest) -> None:  # type: i
     shell.run("verify", ready.digest, code=6)
 
 
+def test_verify_says_what_it_covers(shell, ready: Manifest) -> None:  # type: ignore[no-untyped-def]
+    path = shell.settings.mappers / ready.digest
+    (path / "README.md").write_text("anything")
+    lines = shell.run("verify", ready.digest).stdout.splitlines()
+    assert lines[1].startswith("evidence: of this mapper, 16 windows, passes the gate")
+    assert lines[2:] == ["origin: not signed", "not covered: README.md"]
+    evidence = make_evidence(ready)
+    write_evidence(path, evidence.model_copy(update={"created": "2026-11-30T00:00:00Z"}))
+    changed = [s.model_copy(update={"value": 0.97}) if s.metric == "top1" else s for s in evidence.scores]
+    write_evidence(path, evidence.model_copy(update={"scores": changed}))
+    assert "other scores" in shell.run("verify", ready.digest).stderr
+
+
+@pytest.mark.parametrize("damage", ["gone", "failing", "foreign"])
+def test_ready_without_passing_evidence_becomes_a_draft(shell, ready: Manifest, damage: str) -> None:  # type: ignore[no-untyped-def]
+    path = shell.settings.mappers / ready.digest
+    if damage == "gone":
+        (path / "evidence.json").unlink()
+    elif damage == "failing":
+        write_evidence(path, make_evidence(ready, top1=0.2))
+    else:
+        evidence = make_evidence(ready).model_copy(update={"mapper": "f" * 64})
+        (path / "evidence.json").write_bytes(evidence.to_bytes())
+    done = shell.run("verify", ready.digest, "--deep", code=6 if damage == "foreign" else 7)
+    assert "is a draft now" in done.stderr and "Hint" in done.stderr
+    assert find(ready.digest, shell.settings).state is State.DRAFT
+    if damage != "foreign":
+        shell.run("verify", ready.digest)  # a draft may be without
+
+
 def test_rm(shell, ready: Manifest) -> None:  # type: ignore[no-untyped-def]
     path = shell.settings.mappers / ready.digest
     assert "--yes" in shell.run("rm", ready.digest[:8], code=2).stderr
