@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvhub.evaluation.inject import check_injection
-from kvhub.evaluation.metrics import LogitSums, compare_logits
+from kvhub.evaluation.metrics import LogitSums
 from kvhub.fit.store import write_bytes
 from kvhub.fit.text import token_digest
 from kvhub.model.identity import ModelIdentity
+from kvhub.study.compare import Native
 from kvhub.study.record import Recording, load, record, recording_path, save
 
 if TYPE_CHECKING:
@@ -32,12 +33,15 @@ def record_all(
     tail: int,
     progress: Progress | None = None,
 ) -> None:
-    """Put the recordings of `model` on disk; those that are there stay. domains: `[n, prefix + tail]`."""
-    every = [window for windows in domains.values() for window in windows]
-    for done, window in enumerate(every, 1):
+    """Put the recordings of `model` on disk; those that are there stay. domains: `[n, prefix + tail]`.
+
+    The injection check is made on the first window of every domain.
+    """
+    every = [(window, not at) for windows in domains.values() for at, window in enumerate(windows)]
+    for done, (window, check) in enumerate(every, 1):
         path = recording_path(directory, model.identity.digest, window, tail)
         if not path.exists():
-            made = record(model, window, tail)
+            made = record(model, window, tail, check=check)
             check_injection([made.injection_error], model.identity.dtype)
             save(path, made)
         if progress is not None:
@@ -103,6 +107,7 @@ class Bundle:
         if path.exists():
             return LogitSums(*json.loads(path.read_bytes()))
         logits = self.mapped_from(window, logits=True).logits
-        sums = compare_logits(native.logits.float(), logits.float(), native.labels)
+        width = min(native.logits.shape[-1], logits.shape[-1])  # padded vocabularies: the common ids
+        sums = Native(native.logits[:, :width], native.labels).sums(logits[:, :width])
         write_bytes(path, json.dumps([sums.nll, sums.kl, sums.top1]).encode())
         return sums

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvhub.errors import Corrupt
 from kvhub.evaluation.arms import WindowResult
 from kvhub.evaluation.bootstrap import Bootstrap, Estimate, ratio
 from kvhub.evaluation.evidence import Arm, LayerScores, Score
@@ -23,6 +22,7 @@ from kvhub.mapper.base import Mapper, SourceRows
 from kvhub.model.identity import ModelIdentity
 from kvhub.model.rope import rotary_table
 from kvhub.study.bundle import Bundle
+from kvhub.study.compare import Native
 from kvhub.study.record import Recording
 from kvhub_kernels.rotary import apply_rope, strip_rope
 
@@ -189,7 +189,7 @@ def _window(
     exact: int,
 ) -> WindowResult:
     served = mapped.with_exact_prefix(native.rows, exact)
-    against = _Against(native.logits, native.labels)
+    against = Native(native.logits, native.labels)
     sums: dict[Arm, LogitSums] = {
         "native": native.native,
         "source": bundle.source_sums(native.window, native),
@@ -233,31 +233,3 @@ def cosines(candidate: Candidate, bundle: Bundle, *, exact_prefix: int = 0) -> A
             mapped = candidate.map(bundle.mapped_from(window).rows)
             found.append(attention_cosines(native, mapped.with_exact_prefix(native.rows, exact_prefix)))
     return np.stack(found)
-
-
-class _Against:
-    """`compare_logits` with the native side prepared: float32 passes, sums in float64.
-
-    Tested to agree with it to 1e-5 a position.
-    """
-
-    def __init__(self, native: Tensor, labels: Tensor) -> None:
-        self._labels = labels
-        log_p = native.float().log_softmax(-1)
-        self._best = log_p.argmax(-1)
-        self._p = log_p.exp()
-        self._entropy = -torch.linalg.vecdot(self._p, log_p).double()
-
-    def sums(self, logits: Tensor) -> LogitSums:
-        """Of one arm, `[positions, vocabulary]` float32. Errors: `Corrupt` where not finite."""
-        width = self._p.shape[-1]
-        logits = logits[:, :width]
-        top, best = logits.max(-1, keepdim=True)
-        if not bool(torch.isfinite(top).all()):
-            raise Corrupt("an arm gave NaN or infinite logits", "nothing was measured")
-        shifted = logits - top  # small where p is large: the products keep their digits
-        norm = shifted.logsumexp(-1).double()
-        cross = norm - torch.linalg.vecdot(self._p, shifted).double()
-        nll = norm - shifted.gather(-1, self._labels[:, None])[:, 0].double()
-        same = best[:, 0] == self._best
-        return LogitSums(float(nll.sum()), float((cross - self._entropy).sum()), float(same.sum()))

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from kvhub.errors import Corrupt
 from kvhub.evaluation.inject import KvRows, injection_error, run
-from kvhub.evaluation.metrics import LogitSums, compare_logits
+from kvhub.evaluation.metrics import LogitSums
 from kvhub.evaluation.probe import QueryProbe
 from kvhub.fit.store import write_tensors
 from kvhub.fit.text import token_digest
 from kvhub.strict_json import shown
+from kvhub.study.compare import Native
 
 if TYPE_CHECKING:
     from kvhub.model.load import LoadedModel
@@ -64,8 +65,11 @@ def recording_path(root: Path, digest: str, window: Tensor, tail: int) -> Path:
     return root / digest / f"{token_digest([window[None]])}-{tail}.safetensors"
 
 
-def record(model: LoadedModel, window: Tensor, tail: int) -> Recording:
-    """Run `model` natively, on its own cache put back, and on none. window: `[prefix + tail]` int64."""
+def record(model: LoadedModel, window: Tensor, tail: int, *, check: bool = True) -> Recording:
+    """Run `model` natively, on its own cache put back, and on none. window: `[prefix + tail]` int64.
+
+    check: False leaves the injection check out, its error is then 0.
+    """
     split = len(window) - tail
     body, rest, labels = window[:-1], window[split:-1], window[split + 1 :]
     with QueryProbe(model.model, len(rest)) as probe:
@@ -73,9 +77,11 @@ def record(model: LoadedModel, window: Tensor, tail: int) -> Recording:
     rows = KvRows.of(cache, split)
     del cache
     rows.check_finite("the model's own cache")
-    error = injection_error(logits, run(model.model, rest, start=split, rows=rows)[0])
-    empty = compare_logits(logits, run(model.model, rest, start=split)[0], labels)
-    native = compare_logits(logits, logits, labels)
+    error = 0.0
+    if check:
+        error = injection_error(logits, run(model.model, rest, start=split, rows=rows)[0])
+    native = Native(logits, labels)
+    empty = native.sums(run(model.model, rest, start=split)[0])
     layers = range(len(rows.keys))
     return Recording(
         window,
@@ -83,7 +89,7 @@ def record(model: LoadedModel, window: Tensor, tail: int) -> Recording:
         logits.to(model.model.dtype),
         torch.stack([probe.queries[layer] for layer in layers]),
         [probe.scaling[layer] for layer in layers],
-        native,
+        native.own,
         empty,
         error,
     )
