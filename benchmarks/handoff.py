@@ -125,7 +125,7 @@ def main() -> None:
         servers = []
         exchange = stack.enter_context(contextlib.closing(_Exchange()))
         for model, other in ((arguments.source, arguments.target), (arguments.target, arguments.source)):
-            command = [sys.executable, "-m", "kvhub", "serve", model, "--allow-draft"]
+            command = [sys.executable, "-m", "kvhub", "serve", model, "--allow-draft", "--worth", "always"]
             command += ["--exchange", exchange.path]
             command += ["--reuse-from", other] if model == arguments.target else []
             port = free_port()

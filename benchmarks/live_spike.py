@@ -128,6 +128,7 @@ def main() -> None:
         def serve(model: str, *, reuse: bool, flags: list[str], env: dict[str, str]) -> Any:
             port = free_port()
             command = [sys.executable, "-m", "kvhub", "serve", f"models/{model}", "--allow-draft"]
+            command += ["--worth", "always"]
             command += ["--exchange", str(place / "exchange"), "--port", str(port)]
             command += ["--reuse-from", "models/small"] if reuse else []
             return running([*command, "--", *flags], {**os.environ, **STRICT, **env}, port=port, wait=False)

@@ -130,7 +130,7 @@ def servers(shell: Shell, folder: Path, *, draft: bool) -> Iterator[dict[str, Se
         for model, other in ((A, B), (B, A)):
             name, port = Path(model).name, free_port()
             command = ["kvhub", "serve", model, "--reuse-from", other, "--exchange", str(folder)]
-            command += ["--max-hops", str(conversation.MAX_HOPS), "--port", str(port)]
+            command += ["--max-hops", str(conversation.MAX_HOPS), "--worth", "always", "--port", str(port)]
             command += ["--allow-draft"] if draft else []
             print(f"$ {' '.join(command)} &", flush=True)
             log = ROOT / WORK / f"{name}.log"

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 @click.argument("model")
 @click.option("--reuse-from", "sources", metavar="SOURCE", multiple=True, help="Map from this model's cache.")
 @click.option("--mapper", "references", metavar="MAPPER", multiple=True, help="Use exactly this mapper.")
-@click.option("--exchange", metavar="PLACE", help="Directory shared by the servers, or mooncake://host:port?...")
+@click.option(
+    "--exchange", metavar="PLACE", help="Directory shared by the servers, or mooncake://host:port?..."
+)
 @click.option("--exchange-gib", type=click.FloatRange(min=0.001), default=4.0, show_default=True)
 @click.option("--max-hops", type=click.IntRange(1, 8), default=1, show_default=True, help="Mappers in a row.")
 @click.option("--min-span", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens to save.")
@@ -30,6 +32,34 @@ if TYPE_CHECKING:
     default="asked",
     show_default=True,
     help="Which requests may be answered from mapped rows.",
+)
+@click.option(
+    "--worth",
+    type=click.Choice(["auto", "always"]),
+    default="auto",
+    show_default=True,
+    help="auto: map only where that is measured to be faster than computing.",
+)
+@click.option(
+    "--exact-prefix",
+    metavar="N",
+    type=click.IntRange(0, 4096),
+    help="First tokens that are computed, not mapped.",
+)
+@click.option(
+    "--native-tail",
+    metavar="N",
+    type=click.IntRange(0, 65536),
+    default=0,
+    help="Last tokens of the history that are computed, not mapped.",
+)
+@click.option("--heal", is_flag=True, help="When idle, compute what was mapped.")
+@click.option(
+    "--shadow",
+    metavar="SHARE",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    help="Share of mapped requests compared with native ones, when idle.",
 )
 @click.option("--allow-draft", is_flag=True, help="Serve mappers that have not passed the gate.")
 @click.option("--host", default="127.0.0.1", show_default=True)
@@ -45,6 +75,11 @@ def command(
     max_hops: int,
     min_span: int,
     reuse: str,
+    worth: str,
+    exact_prefix: int | None,
+    native_tail: int,
+    heal: bool,
+    shadow: float,
     allow_draft: bool,
     host: str,
     port: int,
@@ -84,6 +119,12 @@ def command(
         min_span=min_span,
         reuse=reuse,
         allow_draft=allow_draft,
+        worth=worth,
+        exact_prefix=exact_prefix,
+        native_tail=native_tail,
+        heal=heal,
+        shadow=shadow,
+        cost_file=home / "serving" / f"cost-{identity.digest[:16]}.json",
     )
     file = home / "serving" / f"{port}.json"
     plan = launch.launch(
@@ -100,6 +141,7 @@ def command(
     click.echo(f"KVHUB_SERVING={shlex.quote(str(file))} {shlex.join(plan.argv)}", err=True)
     if dry_run:
         return
+    launch.require_free(host, port)
     launch.write_settings(file, content)
     os.execve(plan.argv[0], plan.argv, plan.environment)
 

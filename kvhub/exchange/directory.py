@@ -12,6 +12,7 @@ import errno
 import os
 import stat
 import tempfile
+import time
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _HEADER_READ = 12 + 64 * 1024
 _MEASURE_EVERY = 64
+_LEFTOVER_SECONDS = 600.0
 
 
 class DirectoryExchange:
@@ -44,6 +46,7 @@ class DirectoryExchange:
                 f"exchange directory {root} is not private to this user",
                 "give it mode 0700 and the user that runs the servers, or name another one",
             )
+        self._remove_leftovers()
         self._bytes = self._measure()
         self._puts = 0
 
@@ -137,6 +140,14 @@ class DirectoryExchange:
                             status = file.stat(follow_symlinks=False)
                             found.append((status.st_mtime, status.st_size, Path(file.path)))
         return found
+
+    def _remove_leftovers(self) -> None:
+        """Files that a killed writer never gave a name."""
+        long_ago = time.time() - _LEFTOVER_SECONDS
+        for changed, _, path in self._scan():
+            if changed < long_ago and path.name.startswith(".") and path.suffix == ".part":
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     def _measure(self) -> int:
         return sum(size for _, size, _ in self._scan())

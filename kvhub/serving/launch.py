@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -39,6 +41,12 @@ def settings(
     min_span: int,
     reuse: str,
     allow_draft: bool,
+    worth: str = "auto",
+    exact_prefix: int | None = None,
+    native_tail: int = 0,
+    heal: bool = False,
+    shadow: float = 0.0,
+    cost_file: Path | None = None,
 ) -> dict[str, Any]:
     """The content of the settings file, as the extension in the server reads it.
 
@@ -53,6 +61,8 @@ def settings(
                 "digest": row.digest,
                 "state": str(row.state),
                 "allow_draft": allow_draft and row.state is not State.READY,
+                "exact_prefix": exact_prefix,
+                "native_tail": native_tail,
             }
             for row in mappers
         ],
@@ -60,6 +70,11 @@ def settings(
         "max_hops": max_hops,
         "min_span": min_span,
         "reuse": reuse,
+        "worth": worth,
+        "heal": heal,
+        "shadow": shadow,
+        "cost_file": None if cost_file is None else str(cost_file),
+        "watch_registry": True,
         "model_path": str(model_path),
     }
 
@@ -129,6 +144,23 @@ def launch(
         argv += cpu.flags(flags)
         environment = {**cpu.variables(architectures), **environment}
     return Launch([*argv, *flags], environment)
+
+
+def require_free(host: str, port: int) -> None:
+    """Say that a port is taken before a model is loaded. Errors: `BadInput`."""
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise BadInput(f"{host} is no address to listen on: {error.strerror}") from None
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server itself will
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise BadInput(f"port {port} on {host} is in use", "choose another with --port") from None
+            raise BadInput(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
 def require_sglang() -> None:

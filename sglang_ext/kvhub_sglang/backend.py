@@ -12,29 +12,40 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
+from kvhub import __version__
 from kvhub.artifact.evidence import read_evidence
 from kvhub.errors import KvhubError
 from kvhub.evaluation.gate import rejudge
-from kvhub.exchange import DirectoryExchange
+from kvhub.exchange import DirectoryExchange, Exchange
+from kvhub.exchange.shards import HeadSlice, ShardedExchange
 from kvhub.mapper.load import load_mapper
+from kvhub.mapper.narrow import narrow
 from kvhub.model.fingerprint import weights_revision
 from kvhub.model.identify import identify
 from kvhub.model.identity import ModelIdentity
 from kvhub.model.load import resolve
+from kvhub.serving.cost import CostModel
 from kvhub_sglang import hooks
 from kvhub_sglang.cache import KvhubRadixCache
+from kvhub_sglang.calibrate import calibrate
+from kvhub_sglang.ranks import Ranks
 from kvhub_sglang.refusal import Code, Refusal
 from kvhub_sglang.report import Metrics, logger
 from kvhub_sglang.serving import Candidate, Serving
-from kvhub_sglang.settings import ServedMapper, load_settings
+from kvhub_sglang.settings import ServedMapper, ServingSettings, load_settings
 from kvhub_sglang.supported import refused_configuration, refused_pool, refused_rotary, refused_weights
+from kvhub_sglang.tensor_parallel import heads_of, join, open_ranks, publishes
+from kvhub_sglang.together import on_all
+from kvhub_sglang.watch import Watch
 
 
 def create(ctx: Any) -> Any:
     """The cache for one scheduler process; ctx is SGLang's `TreeCacheBuildContext`."""
     cache = create_unified_radix_cache(ctx, cache_class=KvhubRadixCache)
+    ranks = open_ranks(ctx)  # on every rank, whatever is refused below
     try:
-        serving = open_serving(ctx)
+        serving = on_all(ranks, lambda: open_serving(ctx, ranks))
+        join(serving)
     except (Refusal, KvhubError) as error:
         cache.off_because = str(error)
         logger.error("kvhub is off: %s", error)
@@ -44,7 +55,26 @@ def create(ctx: Any) -> Any:
         logger.exception("kvhub is off: unexpected error at start")
         return cache
     cache.serve(serving)
+    pool = cache.pool
+    for candidate in serving.candidates if pool is not None else ():
+        try:
+            calibrate(serving.cost, candidate, pool)
+        except Exception:  # then its cost is not known, and it is not used but by `worth: always`
+            logger.exception("kvhub could not time mapper %s", candidate.digest[:12])
+    try:
+        cache.watch = Watch(serving)
+        cache.watch.start()
+    except KvhubError as error:
+        logger.warning("kvhub does not watch for withdrawn mappers: %s", error)
     hooks.watch_weights(cache.switch_off)
+    serving.metrics.serving(
+        version=__version__,
+        model=serving.identity.name,
+        identity=serving.digest,
+        reuse=serving.settings.reuse,
+        max_hops=serving.settings.max_hops,
+        mappers=[(c.digest, c.source.name, c.draft) for c in serving.candidates],
+    )
     logger.info(
         "kvhub serves %s (identity %s): %d mapper(s), reuse %s, max hops %d, exchange %s",
         serving.identity.name,
@@ -57,8 +87,8 @@ def create(ctx: Any) -> Any:
     return cache
 
 
-def open_serving(ctx: Any) -> Serving:
-    """Check everything that can be checked once. Raises `Refusal` or `KvhubError`."""
+def open_serving(ctx: Any, ranks: Ranks) -> Serving:
+    """Check everything that one rank can check once. Raises `Refusal` or `KvhubError`."""
     settings = load_settings()
     if name := refused_configuration(ctx):
         raise Refusal(Code.UNSUPPORTED, f"{name} is not supported")
@@ -70,11 +100,12 @@ def open_serving(ctx: Any) -> Serving:
     if settings.model_path and weights_revision(resolve(settings.model_path)) != weights_revision(path):
         raise Refusal(Code.UNSUPPORTED, "the settings are for another model than the one served")
     identity = identify(path, dtype=dtype)
+    heads = heads_of(ranks, identity.geometry.num_kv_heads)
     runner = ctx.tp_worker.model_runner
     found = (
-        refused_pool(kvcache, identity.geometry, dtype)
+        refused_pool(kvcache, identity.geometry, dtype, heads=heads.count)
         or refused_rotary(runner.model, identity.rope)
-        or refused_weights(runner.model, path)
+        or refused_weights(runner.model, path, rank=ranks.rank, size=ranks.size)
     )
     if found:
         raise Refusal(Code.UNSUPPORTED, f"the server has {found}")
@@ -82,21 +113,40 @@ def open_serving(ctx: Any) -> Serving:
     candidates = []
     for served in settings.mappers:
         try:
-            candidates.append(open_candidate(served, identity, device))
+            candidates.append(open_candidate(served, identity, device, heads))
         except (Refusal, KvhubError) as error:
             logger.error("kvhub does not use mapper %s: %s", served.digest[:12], error)
     return Serving(
         settings=settings,
         identity=identity,
         candidates=tuple(candidates),
-        exchange=DirectoryExchange(Path(settings.exchange), max_bytes=settings.exchange_max_bytes),
+        exchange=ShardedExchange(
+            open_exchange(settings),
+            {identity.digest: heads, **{c.source_digest: c.source_heads for c in candidates}},
+            heads,
+            publishes=publishes(ranks, heads.total),
+        ),
         page_size=ctx.params.page_size,
-        metrics=Metrics(bool(ctx.params.enable_metrics)),
+        metrics=Metrics(bool(ctx.params.enable_metrics) and ranks.rank == 0),
+        ranks=ranks,
+        heads=heads.count,
+        cost=CostModel.load(Path(settings.cost_file)) if settings.cost_file else CostModel(),
         stream=runner.forward_stream if device.type == "cuda" else None,
     )
 
 
-def open_candidate(served: ServedMapper, identity: ModelIdentity, device: Any) -> Candidate:
+def open_exchange(settings: ServingSettings) -> Exchange:
+    """A directory, or what the scheme of the setting names (`mooncake://...`)."""
+    if settings.exchange.startswith("mooncake://"):
+        from kvhub.exchange.mooncake import open_mooncake
+
+        return open_mooncake(settings.exchange, max_bytes=settings.exchange_max_bytes)
+    return DirectoryExchange(Path(settings.exchange), max_bytes=settings.exchange_max_bytes)
+
+
+def open_candidate(
+    served: ServedMapper, identity: ModelIdentity, device: Any, heads: HeadSlice
+) -> Candidate:
     """Load one mapper and prove that it is the one named, for this model, and passed the gate.
 
     The settings' word for the state is not taken: the evidence is judged again here.
@@ -120,6 +170,7 @@ def open_candidate(served: ServedMapper, identity: ModelIdentity, device: Any) -
         if not served.allow_draft:
             raise Refusal(Code.DECLINED, f"it {why}; evaluate it, or allow drafts explicitly")
         logger.warning("kvhub serves mapper %s by override: it %s", served.digest[:12], why)
+    mapper = narrow(mapper, heads)
     try:
         mapper.prepare(device, getattr(torch, identity.dtype))
     except ValueError as error:
@@ -131,6 +182,7 @@ def open_candidate(served: ServedMapper, identity: ModelIdentity, device: Any) -
         draft=not passed,
         served_exact_prefix=served.exact_prefix or 0,
         native_tail=served.native_tail,
+        first_head=heads.first,
     )
 
 

@@ -29,10 +29,13 @@ from kvhub_sglang.lineage import RowLineages
 from kvhub_sglang.namespace import Salts
 from kvhub_sglang.place import Pool
 from kvhub_sglang.plan import Plan
+from kvhub_sglang.prefills import Prefills
 from kvhub_sglang.publish import publish
+from kvhub_sglang.ranks import RanksFailed
 from kvhub_sglang.refusal import Code
 from kvhub_sglang.report import META_KEY, logger
 from kvhub_sglang.serving import Serving
+from kvhub_sglang.watch import Watch
 
 T = TypeVar("T")
 _PLAN = "kvhub_plan"
@@ -49,7 +52,9 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self.off_because = "not started"
         self._salts: Salts | None = None  # outlives a switch-off: lossy rows stay in the tree
         self._load_is_private = False
-        self._waiting: dict[Any, Plan] = {}
+        self._staged: dict[Any, Plan] = {}
+        self._prefills = Prefills()
+        self.watch: Watch | None = None
         super().__init__(params)
 
     def serve(self, serving: Serving) -> None:
@@ -64,6 +69,8 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if self.serving is not None:
             logger.error("kvhub is off in this process: %s", reason)
             self.serving.metrics.off()
+            if self.watch is not None:
+                self.watch.stop()
             self.serving, self.off_because = None, reason
 
     def _guarded(self, where: str, call: Callable[[], T], otherwise: T) -> T:
@@ -73,8 +80,16 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             logger.exception("kvhub failed in %s", where)
             if self.serving is not None:
                 self.serving.metrics.error(where)
-            self.switch_off(f"{type(error).__name__} in {where}")
+            self._stop(f"{type(error).__name__} in {where}", error)
             return otherwise
+
+    def _stop(self, reason: str, error: Exception) -> None:
+        """Switch off; with other ranks, at the next point where all of them meet."""
+        serving = self.serving
+        if serving is not None and serving.ranks.size > 1 and not isinstance(error, RanksFailed):
+            serving.ranks.failed = serving.ranks.failed or reason
+        else:
+            self.switch_off(reason)
 
     # ---- match: decide and promise
 
@@ -125,6 +140,7 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             if salts is not None and salts.is_reserved(req.cache_salt):
                 req.cache_salt = salts.harmless(req.cache_salt)  # lossy rows may still be in the tree
             return None
+        self._withdraw(serving)
         plan = handoff.new_plan(
             serving, req, _limit(req, key), lambda salt: self._device_match(req, key, salt).device_prefix_len
         )
@@ -134,10 +150,16 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         req.customized_info = info
         req.cache_salt = plan.salt
         if plan.waiting:
-            self._waiting[req.cache_request_handle] = plan
-            if plan.stage is None:
+            self._staged[req.cache_request_handle] = plan
+            if not plan.staging:
                 self._poll(serving, plan, req, key)
         return plan
+
+    def _withdraw(self, serving: Serving) -> None:
+        """Act on what was noticed since the last request; requests in flight refuse at their load."""
+        found = [self.watch.found.popleft() for _ in range(len(self.watch.found))] if self.watch else []
+        for digest, cause in serving.ranks.share(found):
+            serving.withdraw(digest, cause)
 
     def _poll(self, serving: Serving, plan: Plan, req: Any, key: RadixKey) -> None:
         """Decide if it can be decided; the request holds no lock and no row while it waits."""
@@ -148,7 +170,6 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             return
         handoff.poll(serving, plan, lambda salt: self._device_match(req, key, salt).device_prefix_len)
         if not plan.waiting:
-            self._waiting.pop(req.cache_request_handle, None)
             req.cache_salt = plan.salt  # last: from here on the request lives there
 
     # ---- waiting: blocks are read while the request is in the queue
@@ -180,9 +201,9 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self._guarded("release_aborted_request", lambda: self._abandon(handle), None)
 
     def _abandon(self, handle: Any) -> None:
-        plan = self._waiting.pop(handle, None)
-        if plan is not None:
-            self._unstage(plan)
+        plan = self._staged.pop(handle, None)
+        if plan is not None and self.serving is not None:
+            handoff.release(self.serving, plan)
 
     def _device_match(self, req: Any, key: RadixKey, salt: str | None) -> MatchResult:
         probe = RadixKey(key.token_ids, key.extra_key, limit=_limit(req, key), cache_salt=salt)
@@ -265,12 +286,25 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if plan is None or plan.slots is None:
             return super().prefix_device_indices(req)  # type: ignore[no-any-return]
         slots, plan.slots = plan.slots, None
-        self._guarded("release", lambda: self._unstage(plan), None)
+        self._guarded("release", lambda: self._unstage(req, plan), None)
         rows: torch.Tensor = torch.cat([self.path_device_indices(req.last_node), slots])
         assert len(rows) >= req.prefix_len, (req.rid, len(rows), req.prefix_len)
         return rows[: req.prefix_len]
 
-    def _unstage(self, plan: Plan) -> None:
+    def _computed(self, req: Any, plan: Plan) -> None:
+        """A prompt was computed, or a chunk of it."""
+        self._unstage(req, plan)
+        if self.serving is not None and not plan.observed:
+            times = req.time_stats
+            entered, done = times.forward_entry_time, times.prefill_finished_time
+            if done > entered > 0:
+                plan.observed = True
+                hidden = plan.report.reason is Code.HICACHE  # how much its loads brought is not known here
+                tokens = 0 if hidden else len(req.origin_input_ids) - plan.reused
+                self._prefills.add(self.serving.cost, entered, done, tokens, plan.reused)
+
+    def _unstage(self, req: Any, plan: Plan) -> None:
+        self._staged.pop(req.cache_request_handle, None)
         if self.serving is not None:
             handoff.release(self.serving, plan)
 
@@ -282,7 +316,7 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             # before the tree can show these rows to anyone
             self._guarded("lineage", lambda: self._note(req, plan, up_to), None)
         if plan is not None:
-            self._guarded("release", lambda: self._unstage(plan), None)
+            self._guarded("release", lambda: self._computed(req, plan), None)
         super().checkpoint(req, up_to=up_to, **kwargs)
         serving, pool = self.serving, self.pool
         if serving is None or pool is None or not serving.settings.publish or not req.finished():
@@ -320,8 +354,7 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             return
         if self.serving is not None and req.finished():
             handoff.finish(self.serving, req.rid, plan)
-        self._unstage(plan)
-        self._waiting.pop(req.cache_request_handle, None)
+        self._unstage(req, plan)
         if plan.slots is not None:
             self.token_to_kv_pool_allocator.free(plan.slots)
         setattr(req, _PLAN, None)

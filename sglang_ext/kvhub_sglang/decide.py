@@ -7,11 +7,13 @@ can block: what is allowed, what the tree holds, under which salt the request li
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvhub.exchange import BLOCK_TOKENS, Block, BlockHeader, Lineage, Namespace, chain_keys
+from kvhub.serving.cost import Estimate
 from kvhub_sglang.choice import Choice, choose
 from kvhub_sglang.lineage import EXACT
 from kvhub_sglang.namespace import policy_digest
@@ -102,8 +104,29 @@ def look_up(serving: Serving, question: Question) -> Found:
     if question.candidates and reach - own_end >= serving.settings.min_span:
         # own blocks below the device's lossy rows are not needed: those rows are there
         kept = own if question.lossy <= own_end else {}
-        return Found({**mapped, **kept}, why)
+        found = Found({**mapped, **kept}, why)
+        found.estimate = _estimate(serving, question, found.blocks, start, reach)
+        if not mapped or question.choice.worth == "always" or found.estimate.worth:
+            return found
+        return Found(own, Refusal(Code.NOT_WORTH_IT, found.estimate.reason), found.estimate)
     return Found(own, why)
+
+
+def _estimate(
+    serving: Serving, question: Question, blocks: dict[int, BlockSource], start: int, reach: int
+) -> Estimate:
+    """Mapping from `start` to `reach`, against computing what the device and own blocks do not give."""
+    counts: Counter[str] = Counter()
+    for index, source in blocks.items():
+        if source.candidate is not None:
+            counts[source.candidate.digest] += BLOCK_TOKENS - max(0, start - index * BLOCK_TOKENS)
+    return serving.cost.judge(
+        prompt=len(question.tokens),
+        held=start,
+        reach=reach,
+        mapped=counts,
+        blocks=sum(source.candidate is not None for source in blocks.values()),
+    )
 
 
 def read(serving: Serving, source: BlockSource) -> Block:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvhub.exchange import BLOCK_TOKENS
-from kvhub_sglang.decide import Match, ask, compose, look_up, read, unsupported
+from kvhub_sglang.decide import Match, Question, ask, compose, look_up, read, unsupported
 from kvhub_sglang.lineage import EXACT, RowLineages
 from kvhub_sglang.place import Pool, place, staged_runs
 from kvhub_sglang.plan import Plan
@@ -17,6 +17,7 @@ from kvhub_sglang.refusal import Code, Refusal
 from kvhub_sglang.report import Report, log_report
 from kvhub_sglang.serving import Serving
 from kvhub_sglang.stage import Found
+from kvhub_sglang.together import begin, on_all, outcome
 
 
 def new_plan(serving: Serving, req: Any, limit: int, match: Match) -> Plan:
@@ -39,8 +40,12 @@ def new_plan(serving: Serving, req: Any, limit: int, match: Match) -> Plan:
         plan.waiting = True
         plan.report.reason = Code.STAGING
         if question.limit // BLOCK_TOKENS * BLOCK_TOKENS > max(question.exact, question.lossy):
-            plan.stage = serving.stager.start(
-                lambda: look_up(serving, question), lambda source: read(serving, source)
+            begin(
+                serving,
+                plan,
+                lambda: look_up(serving, question),
+                lambda source: read(serving, source),
+                wait=_patience(serving, plan.report.prompt, question),
             )
     except Refusal as refusal:
         if refusal.code is Code.FORGED_SALT:
@@ -55,6 +60,14 @@ def new_plan(serving: Serving, req: Any, limit: int, match: Match) -> Plan:
     return plan
 
 
+def _patience(serving: Serving, prompt: int, question: Question) -> float | None:
+    """Seconds that a request may wait: no longer than computing it would take."""
+    if question.choice.worth == "always":
+        return None
+    compute = serving.cost.prefill_ms(prompt - question.exact, question.exact)
+    return None if compute is None else max(compute, 1.0) / 1e3
+
+
 def poll(serving: Serving, plan: Plan, match: Match) -> None:
     """Decide a waiting plan if its stage is done or its time is up; else leave it waiting.
 
@@ -62,20 +75,15 @@ def poll(serving: Serving, plan: Plan, match: Match) -> None:
     rank calls it for the same requests in the same order.
     """
     started = time.perf_counter()
-    stage, question = plan.stage, plan.question
+    question = plan.question
     assert question is not None
     found = Found({}, plan.found_nothing)
-    if stage is not None:
-        done, late = serving.ranks.all(stage.done), serving.ranks.share(stage.late)
-        if not done and not late:
+    if plan.staging:
+        staged = outcome(serving, plan, lambda source: read(serving, source))
+        if staged is None:
             return
-        serving.stager.ended(stage)
-        plan.report.waited = (time.monotonic() - stage.started) * 1e3
-        plan.report.staged = stage.seconds * 1e3
-        serving.metrics.stage("wait", plan.report.waited / 1e3)
-        found = stage.found
-        if not done:
-            found = Found({}, Refusal(Code.SLOW, f"not read within {serving.stager.wait_seconds:g} s"))
+        found = staged
+        plan.report.estimate = found.estimate
     plan.waiting = False
     try:
         compose(serving, plan, question, found, match)
@@ -83,7 +91,7 @@ def poll(serving: Serving, plan: Plan, match: Match) -> None:
     except Refusal as refusal:
         plan.become_exact()
         fail(plan, refusal.code, refusal.reason)
-    if stage is not None and (plan.dead or not plan.blocks):
+    if plan.dead or not plan.blocks:
         release(serving, plan)
     plan.report.milliseconds += (time.perf_counter() - started) * 1e3
 
@@ -159,12 +167,18 @@ def load(
     slots: Tensor | None = None
     try:
         copied = max(0, min(plan.exact_length, base + count) - base)
-        runs = staged_runs(serving, plan, base + copied, base + count) if copied < count else []
+        # Before the allocation, which evicts: what one rank evicts all must.
+        runs = on_all(
+            serving.ranks,
+            lambda: staged_runs(serving, plan, base + copied, base + count) if copied < count else [],
+        )
         slots = allocate(count)
         if slots is None:
             raise Refusal(Code.CAPACITY, f"no {count} free slots")
+        filled = slots
         rows.note(slots, EXACT)
-        place(serving, pool, runs, slots, base, copy=exact_rows(plan.exact_node)[base : base + copied])
+        copy = exact_rows(plan.exact_node)[base : base + copied]
+        on_all(serving.ranks, lambda: place(serving, pool, runs, filled, base, copy=copy))
         for run in runs:
             for lineage, part in run.lineages():
                 rows.note(slots[part.start - base : part.stop - base], lineage)
@@ -182,7 +196,9 @@ def load(
         account(serving, rows, plan)
         if plan.dead:
             release(serving, plan)
-        plan.report.milliseconds += (time.perf_counter() - started) * 1e3
+        seconds = time.perf_counter() - started
+        serving.metrics.stage("map", seconds)
+        plan.report.milliseconds += seconds * 1e3
     plan.slots, plan.noted = slots, base + count
     return count
 

@@ -67,7 +67,7 @@ def _adder_class(adder: type[Any], *args: Any, **kwargs: Any) -> type[Any] | Non
         return None
     from kvhub_sglang.admission import adder_class
 
-    return adder_class(adder)
+    return adder_class(adder)  # type: ignore[arg-type]
 
 
 def _streamer_class(streamer: type[Any], *args: Any, **kwargs: Any) -> type[Any] | None:

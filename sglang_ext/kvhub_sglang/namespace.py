@@ -26,16 +26,16 @@ class Salts:
     public digest still cannot name the namespace.
     """
 
-    def __init__(self) -> None:
-        self._nonce = secrets.token_hex(16)
+    def __init__(self, nonce: str = "") -> None:
+        self.nonce = nonce or secrets.token_hex(16)
 
     def lossy(self, policy: str, original: str | None) -> str:
         """The salt of `original`'s lossy rows under one policy; lengths keep it unambiguous."""
         text = original or ""
-        return f"{RESERVED}{self._nonce}:{policy}:{len(text)}:{text}"
+        return f"{RESERVED}{self.nonce}:{policy}:{len(text)}:{text}"
 
     def is_lossy(self, salt: str | None) -> bool:
-        return bool(salt) and str(salt).startswith(f"{RESERVED}{self._nonce}:")
+        return bool(salt) and str(salt).startswith(f"{RESERVED}{self.nonce}:")
 
     def is_reserved(self, salt: str | None) -> bool:
         """True for a client value that imitates a lossy salt."""
@@ -43,4 +43,4 @@ class Salts:
 
     def harmless(self, salt: str) -> str:
         """Where a forged salt is moved to: a namespace of its own, with nothing lossy in it."""
-        return f"client:{self._nonce}:{salt}"
+        return f"client:{self.nonce}:{salt}"

@@ -7,6 +7,7 @@ request nothing but its prefill. On a GPU it is ordered on the forward stream.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -122,7 +123,10 @@ def place(serving: Serving, pool: Pool, runs: list[_Run], slots: Tensor, base: i
                 for layer in range(len(pool.keys)):
                     pool.write(layer, target, rows[layer, 0], rows[layer, 1])
             else:
+                started = time.perf_counter()
                 _map(run, run.candidate, pool, target)
+                milliseconds = (time.perf_counter() - started) * 1e3
+                serving.cost.observe_map(run.candidate.digest, run.stop - run.start, milliseconds)
 
 
 def _map(run: _Run, candidate: Candidate, pool: Pool, target: Tensor) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvhub_sglang.decide import Question
     from kvhub_sglang.refusal import Refusal
     from kvhub_sglang.serving import Candidate
-    from kvhub_sglang.stage import Stage
+    from kvhub_sglang.stage import Found, Stage
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,10 @@ class Plan:
     """What was asked for; None where the request was refused at once."""
     stage: Stage | None = None
     """Where its blocks are read to; None where there is nothing to read, or no longer."""
+    staging: bool = False
+    """Blocks are looked for or read, here or on another rank."""
+    told: Found | None = None
+    """What rank 0 found and every rank reads."""
     found_nothing: Refusal | None = None
     """Why nothing is staged although the request goes on with what the device holds."""
     waiting: bool = False
@@ -68,6 +72,8 @@ class Plan:
     promised: int = 0
     slots: Tensor | None = None
     """Pool slots filled by the load and not yet in the request's row."""
+    observed: bool = False
+    """Its prefill was counted in the cost model."""
     noted: int = 0
     """Tokens of the request's row whose lineage is noted."""
 

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from kvhub.serving.cost import Estimate
 from kvhub_sglang.metrics import Metrics as Metrics
 from kvhub_sglang.refusal import Code
 
@@ -40,6 +41,8 @@ class Report:
     """Milliseconds a worker spent on look-up, reads and checks."""
     waited: float = 0.0
     """Milliseconds from the request's arrival to its decision."""
+    estimate: Estimate | None = None
+    """What reuse and computing were expected to take, where that was weighed."""
 
     def as_meta(self) -> dict[str, Any]:
         """The form in `meta_info["kvhub"][0]`."""
@@ -50,6 +53,7 @@ class Report:
             "ms": round(self.milliseconds, 3),
             "staged_ms": round(self.staged, 3),
             "waited_ms": round(self.waited, 3),
+            "predicted_ms": self._predicted(),
             "reason": str(self.reason),
             "detail": self.detail,
             "source": self.source,
@@ -57,6 +61,12 @@ class Report:
             "hops": self.hops,
             "draft": self.draft,
         }
+
+    def _predicted(self) -> list[float] | None:
+        found = self.estimate
+        if found is None or found.reuse_ms is None or found.compute_ms is None:
+            return None
+        return [round(found.reuse_ms, 3), round(found.compute_ms, 3)]
 
     def count(self, *, exact: int, reused: int) -> None:
         """Set the token counts of the prompt: `reused` tokens, `exact` of them exact.

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvhub.exchange import Exchange, Layout
+from kvhub.exchange.shards import HeadSlice
+from kvhub.serving.cost import CostModel
 from kvhub_sglang.namespace import Salts
 from kvhub_sglang.publisher import Publisher
 from kvhub_sglang.ranks import OneRank, Ranks
@@ -33,6 +35,8 @@ class Candidate:
     """What the server's settings ask for beyond the mapper's own exact prefix."""
     native_tail: int = 0
     """Last tokens of what could be mapped that the target computes."""
+    first_head: int = 0
+    """The first KV head of the target that this rank's part of the mapper writes."""
 
     @property
     def exact_prefix(self) -> int:
@@ -44,8 +48,16 @@ class Candidate:
         return self.source.digest
 
     @cached_property
+    def source_heads(self) -> HeadSlice:
+        """KV heads of the source that the mapper reads; with head-local support, the target's own."""
+        total = self.source.geometry.num_kv_heads
+        count = self.mapper.manifest.source.geometry.num_kv_heads
+        return HeadSlice(self.first_head if count < total else 0, count, total)
+
+    @cached_property
     def layout(self) -> Layout:
-        return layout_of(self.source)
+        """What the mapper reads: under tensor parallelism, the heads that this rank's part needs."""
+        return layout_of(self.mapper.manifest.source)
 
     def named(self, names: frozenset[str]) -> bool:
         """Whether a request's list of sources names this one (name or digest)."""
@@ -67,6 +79,9 @@ class Serving:
     stream: torch.Stream | None = None
     """The stream that forwards run on (CUDA); rows are placed in its order."""
     ranks: Ranks = field(default_factory=OneRank)
+    heads: int | None = None
+    """KV heads in this rank's pool; None: all."""
+    cost: CostModel = field(default_factory=CostModel)
 
     def withdraw(self, digest: str, cause: str) -> None:
         """Take a mapper out of service: the policy changes, and its rows are never met again.
@@ -85,6 +100,7 @@ class Serving:
         settings = self.settings
         return Stager(
             self.metrics,
+            self.cost,
             threads=settings.stage_threads,
             most_bytes=settings.stage_max_bytes,
             wait_seconds=settings.stage_wait_ms / 1e3,
@@ -107,15 +123,15 @@ class Serving:
 
     @cached_property
     def layout(self) -> Layout:
-        return layout_of(self.identity)
+        return layout_of(self.identity, self.heads)
 
 
-def layout_of(identity: ModelIdentity) -> Layout:
-    """The block layout of a model's cache (one tensor-parallel rank)."""
+def layout_of(identity: ModelIdentity, heads: int | None = None) -> Layout:
+    """The block layout of a model's cache, of `heads` of its KV heads (None: of all)."""
     geometry = identity.geometry
     return Layout(
         num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
+        num_kv_heads=heads or geometry.num_kv_heads,
         head_dim=geometry.head_dim,
         dtype=identity.dtype,
     )

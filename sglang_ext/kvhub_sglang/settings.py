@@ -68,7 +68,9 @@ class ServingSettings(Record):
     publish_max_bytes: int = Field(default=1 << 28, ge=1 << 16)
     """Memory for blocks that are not yet in the exchange; what does not fit is not published."""
     watch_seconds: float = Field(default=2.0, ge=0, le=3600)
-    """How often this file and the registry are asked whether a mapper was withdrawn; 0: never."""
+    """How often this file and the artifacts are asked whether a mapper was withdrawn; 0: never."""
+    watch_registry: bool = False
+    """Ask the registry of this user as well."""
     heal: bool = False
     """When idle, compute spans that were mapped, so that exact rows are found at the next turn."""
     heal_tokens: int = Field(default=512, ge=64, le=65536)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvhub.exchange import Block, BlockCorrupt, BlockMissing
+from kvhub.serving.cost import CostModel, Estimate
 from kvhub_sglang.metrics import Metrics
 from kvhub_sglang.plan import BlockSource
 from kvhub_sglang.refusal import Code, Refusal
@@ -29,6 +30,7 @@ class Found:
 
     blocks: dict[int, BlockSource] = field(default_factory=dict)
     why: Refusal | None = None
+    estimate: Estimate | None = None
 
 
 class Stage:
@@ -37,11 +39,15 @@ class Stage:
     `look` and `read` run on a worker. Everything else is called by the scheduler's thread.
     """
 
-    def __init__(self, look: Callable[[], Found], read: Callable[[BlockSource], Block], until: float) -> None:
-        self._look, self._read = look, read
+    def __init__(
+        self, look: Callable[[], Found], reader: Callable[[BlockSource], Block], until: float
+    ) -> None:
+        self._look, self._reader = look, reader
         self.until = until
         self.started = time.monotonic()
         self.seconds = 0.0
+        self.read = (0, 0)
+        """Blocks and bytes read and checked."""
         self.found = Found()
         self.held = 0
         self._blocks: dict[int, Block] = {}
@@ -100,7 +106,7 @@ class Stage:
                 budget.give(size)
                 return
             try:
-                block = checked(source, self._read)
+                block = checked(source, self._reader)
             except Refusal as refusal:
                 self._cut(index, refusal)
                 return
@@ -108,9 +114,11 @@ class Stage:
                 if self._closed:
                     return
                 self._blocks[index] = block
+            self.read = (self.read[0] + 1, self.read[1] + size)
 
     def _cut(self, index: int, why: Refusal) -> None:
-        self.found = Found({i: b for i, b in self.found.blocks.items() if i < index}, why)
+        kept = {i: b for i, b in self.found.blocks.items() if i < index}
+        self.found = Found(kept, why, self.found.estimate)
 
     def close(self, budget: Budget) -> None:
         """Drop the blocks; a read in progress is dropped when it returns."""
@@ -143,8 +151,10 @@ def checked(source: BlockSource, read: Callable[[BlockSource], Block]) -> Block:
 class Stager:
     """All stages of one process: bounded threads, bounded memory, bounded patience."""
 
-    def __init__(self, metrics: Metrics, *, threads: int, most_bytes: int, wait_seconds: float) -> None:
-        self.metrics = metrics
+    def __init__(
+        self, metrics: Metrics, cost: CostModel, *, threads: int, most_bytes: int, wait_seconds: float
+    ) -> None:
+        self.metrics, self.cost = metrics, cost
         self.workers = Workers("kvhub-stage", threads)
         self.budget = Budget(most_bytes)
         self.breaker = Breaker()
@@ -168,10 +178,11 @@ class Stager:
         def job() -> None:
             stage.run(self.budget)
             self._one_done.set()
-            blocks = stage.blocks() or {}
             self.metrics.lookups(len(stage.found.blocks), int(stage.found.why is not None))
-            self.metrics.read(len(blocks), stage.held)
+            self.metrics.read(*stage.read)
             self.metrics.stage("read", stage.seconds)
+            if stage.read[0] == len(stage.found.blocks):
+                self.cost.observe_stage(stage.read[0], stage.seconds * 1e3)
 
         if not self.workers.submit(job):
             raise Refusal(Code.CAPACITY, "too many requests are being staged")

@@ -25,6 +25,8 @@ def refused_configuration(ctx: Any) -> str | None:
     def value(name: str) -> Any:
         return getattr(args, name, None)
 
+    parallel = (value("tp_size") or 1) > 1
+
     refusals = (
         (ctx.disable_radix_cache, "--disable-radix-cache"),
         (ctx.is_hybrid_swa, "sliding-window attention"),
@@ -33,7 +35,14 @@ def refused_configuration(ctx: Any) -> str | None:
         (value("speculative_algorithm"), "speculative decoding"),
         (value("disaggregation_mode") not in (None, "null"), "PD disaggregation"),
         ((value("pp_size") or 1) > 1, "pipeline parallelism"),
-        ((value("tp_size") or 1) > 1, "tensor parallelism"),
+        (parallel and (value("nnodes") or 1) > 1, "tensor parallelism over several machines"),
+        (
+            parallel and value("enable_hierarchical_cache"),
+            "tensor parallelism with a hierarchical cache",
+        ),
+        ((value("ep_size") or 1) > 1, "expert parallelism"),
+        ((value("attn_cp_size") or 1) > 1, "attention context parallelism"),
+        (value("enable_dp_attention") or (value("attn_dp_size") or 1) > 1, "data-parallel attention"),
         ((value("dp_size") or 1) > 1, "data parallelism"),
         ((value("dcp_size") or 1) > 1, "decode context parallelism"),
         (value("enable_streaming_session"), "streaming sessions"),
@@ -48,11 +57,14 @@ def refused_configuration(ctx: Any) -> str | None:
     return next((name for condition, name in refusals if condition), None)
 
 
-def refused_pool(kvcache: Any, geometry: Geometry, dtype: str) -> str | None:
-    """Why the live KV pool is not the one the identity describes, or None."""
+def refused_pool(kvcache: Any, geometry: Geometry, dtype: str, *, heads: int | None = None) -> str | None:
+    """Why the live KV pool is not the one the identity describes, or None.
+
+    heads: KV heads that this tensor-parallel rank should hold; None: all.
+    """
     if type(kvcache).__name__ != "MHATokenToKVPool":
         return f"a {type(kvcache).__name__}"
-    rows = (geometry.num_kv_heads, geometry.head_dim)
+    rows = (heads or geometry.num_kv_heads, geometry.head_dim)
     for buffers in (kvcache.k_buffer, kvcache.v_buffer):
         if len(buffers) != geometry.num_layers:
             return f"a pool of {len(buffers)} layers where the model has {geometry.num_layers}"
@@ -100,11 +112,12 @@ def _refused_table(module: Any, rope: RopeSpec) -> str | None:
     return None
 
 
-def refused_weights(model: Any, path: Path) -> str | None:
+def refused_weights(model: Any, path: Path, *, rank: int = 0, size: int = 1) -> str | None:
     """Why the weights in memory are not those of the files in `path`, or None.
 
     Compares rows of the embedding and of two projections of every layer, rounded to
-    the model's dtype; names as in the checkpoint, which SGLang keeps for these.
+    the model's dtype; names as in the checkpoint, which SGLang keeps for these. A
+    tensor-parallel rank holds rows of the embedding and columns of the projections.
     """
     live = dict(model.named_parameters())
     names = ["model.embed_tokens.weight"]
@@ -113,11 +126,25 @@ def refused_weights(model: Any, path: Path) -> str | None:
     for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
             for name in sorted(set(names) & set(tensors.keys())):
-                rows = tensors.get_slice(name)[:_ROWS]
                 found = live[name].data if name in live else None
-                if found is None or found.shape[1:] != rows.shape[1:]:
+                if found is None:
+                    return f"no parameter {name}, which the files have"
+                rows = _part(tensors.get_slice(name), name, found, rank, size)
+                if found.shape[1:] != rows.shape[1:]:
                     return f"a parameter {name} of another shape than in the files"
                 if not torch.equal(found[: len(rows)].cpu(), rows.to(found.dtype)):
                     return f"other weights in {name} than the files"
                 compared += 1
     return None if compared >= 2 else "no weights that could be compared with the files"
+
+
+def _part(file: Any, name: str, live: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """The first rows, as far as this rank holds them."""
+    if size == 1:
+        rows: torch.Tensor = file[:_ROWS]
+    elif "embed_tokens" in name:
+        rows = file[rank * len(live) : rank * len(live) + _ROWS]  # none where it is all padding
+    else:
+        width = file.get_shape()[1] // size
+        rows = file[:_ROWS, rank * width : (rank + 1) * width]
+    return rows

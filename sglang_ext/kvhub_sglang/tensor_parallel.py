@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from kvhub.exchange.shards import HeadSlice
-from kvhub_sglang.ranks import OneRank, Ranks
+from kvhub_sglang.namespace import Salts
+from kvhub_sglang.ranks import OneRank, Ranks, RanksFailed
 from kvhub_sglang.refusal import Code, Refusal
+
+if TYPE_CHECKING:
+    from kvhub_sglang.serving import Serving
 
 T = TypeVar("T")
 
@@ -29,10 +33,6 @@ TIME_LIMIT = timedelta(seconds=30)
 _ROOM = 1024
 _HEAD = 8
 _SHARE, _LEAST = 1, 2
-
-
-class RanksFailed(RuntimeError):
-    """The ranks cannot agree any more; raised on every rank that still answers."""
 
 
 class GlooRanks:
@@ -116,6 +116,27 @@ def open_ranks(ctx: Any, *, time_limit: timedelta = TIME_LIMIT) -> Ranks:
         return OneRank()
     members = dist.get_process_group_ranks(ctx.params.attn_tp_cache_group)
     return GlooRanks(dist.new_group(members, backend="gloo", timeout=time_limit))
+
+
+def join(serving: Serving) -> None:
+    """What ranks that serve together must have in common; `Refusal` on all where they do not.
+
+    They take rank 0's nonce for the lossy namespace, and use the mappers that every rank
+    could load.
+    """
+    ranks = serving.ranks
+    if ranks.size == 1:
+        return
+    local = {"exchange", "model_path", "cost_file"}  # where things are may differ by machine
+    policy = serving.settings.model_dump(mode="json", exclude=local)
+    for served in policy["mappers"]:
+        served.pop("path", None)
+    if not ranks.all(ranks.share([policy, serving.digest]) == [policy, serving.digest]):
+        raise Refusal(Code.UNSUPPORTED, "the ranks have different settings or models")
+    serving.salts = Salts(ranks.share(serving.salts.nonce))
+    have = {candidate.digest for candidate in serving.candidates}
+    usable = {digest for digest in ranks.share(sorted(have)) if ranks.all(digest in have)}
+    serving.candidates = tuple(c for c in serving.candidates if c.digest in usable)
 
 
 def heads_of(ranks: Ranks, total: int) -> HeadSlice:

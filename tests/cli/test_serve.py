@@ -1,6 +1,7 @@
 """`kvhub serve` up to the moment it becomes SGLang (the demo and tests/sglang go on from there)."""
 
 import shutil
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,3 +156,37 @@ def test_a_mapper_swapped_for_another_is_refused(
     (tmp_path / "mappers" / "2").rename(tmp_path / "mappers" / "1")
     code, said = serve(capsys, str(pair.target), "--mapper", one)
     assert code == 6 and f"another mapper than {one[:12]}" in said
+
+
+def test_a_port_in_use_is_said_before_anything_starts(
+    pair: Pair, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        code = run(["serve", str(pair.source), "--port", port])
+    said = capsys.readouterr().err
+    assert code == 2 and f"port {port} on 127.0.0.1 is in use" in said
+    assert not (tmp_path / "home" / "serving").exists()
+
+
+def test_the_settings_that_the_server_reads(
+    pair: Pair, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `kvhub serve` writes is what the extension accepts."""
+    pair.register()
+    started: list[object] = []
+    monkeypatch.setattr("os.execve", lambda *arguments: started.append(arguments))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    options = ["--reuse-from", "little", "--worth", "always", "--exact-prefix", "4", "--native-tail", "32"]
+    assert run(["serve", str(pair.target), "--port", port, *options, "--heal", "--shadow", "0.5"]) == 0
+    assert started, capsys.readouterr().err
+    from kvhub_sglang.settings import load_settings
+
+    settings = load_settings({"KVHUB_SERVING": str(tmp_path / "home" / "serving" / f"{port}.json")})
+    assert settings.worth == "always" and settings.heal and settings.shadow == 0.5
+    [mapper] = settings.mappers
+    assert (mapper.exact_prefix, mapper.native_tail) == (4, 32) and settings.cost_file is not None

@@ -97,7 +97,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             return start(
                 name,
                 "kvhub", "serve", f"models/{name}", "--reuse-from", f"models/{other}", "--allow-draft",
-                "--max-hops", "2", "--exchange", str(exchange),
+                "--max-hops", "2", "--worth", "always", "--exchange", str(exchange),
                 env={**os.environ, "KVHUB_HOME": str(home), "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
 
