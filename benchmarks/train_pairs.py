@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 import train_pair as base  # noqa: E402
 
-STEPS = {"kv2": 160, "plain": 120}
+STEPS = {"kv2": 160, "plain": 60}
 CARRIED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 
 
