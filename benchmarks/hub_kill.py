@@ -46,6 +46,7 @@ def main() -> int:
                 broken.append(f"{number} {kind}: {error}")
                 print(broken[-1], flush=True)
             record(number + 1, killed, broken, time.perf_counter() - begun)
+        killing.close()
     return int(bool(broken))
 
 

@@ -15,7 +15,7 @@ def test_ten_kills(tmp_path: Path) -> None:
     draw = random.Random(1)
     with LoopbackHub(tmp_path / "hub").serve() as hub:
         killing = Killing(tmp_path, hub)
-        running = [
-            killing.kill(kind, draw) for kind in ("pull", "push", "gc", "migrate", "pull") for _ in range(2)
-        ]
+        kinds = ("pull", "push", "gc", "migrate", "pull")
+        running = [killing.kill(kind, draw) for kind in kinds for _ in range(2)]
+        killing.close()
     assert sum(running) >= 4

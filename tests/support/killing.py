@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from loopback_hub import LoopbackHub
@@ -23,6 +25,26 @@ from kvhub.store.lifecycle import retire
 from kvhub_registry import State
 
 REPO = "tester/mapper"
+
+ZYGOTE = """
+import json, os, sys, warnings
+import kvhub.cli, kvhub.catalog, kvhub.hub.pull, kvhub.hub.push, kvhub.store.collect, kvhub_registry.registry
+import huggingface_hub.file_download, huggingface_hub._commit_api, matplotlib.figure, alembic.config
+for name in sys.argv[1:]:
+    __import__(name)
+for line in sys.stdin:
+    arguments, errors = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        out = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for descriptor in (1, 2):
+            os.dup2(out, descriptor)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os._exit(kvhub.cli.run(arguments))
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+"""Has everything imported and forks for each command, so that a kill meets the work and not the imports."""
 
 
 class Killing:
@@ -41,6 +63,16 @@ class Killing:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         }
+        self.errors = root / "errors.txt"
+        libraries = ["torch", "transformers", "kvhub.fit.command", "kvhub.model.load"] if fit else []
+        self.zygote = subprocess.Popen(
+            [sys.executable, "-c", ZYGOTE, *libraries],
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
         self.usual: dict[str, float] = {}
         self.seed = 0
         publishable(root / "made")
@@ -80,33 +112,40 @@ class Killing:
         sizes = ["--k", "1", "--length", "64", "--sequences", "40"]
         return ["fit", str(self.root / "small"), str(self.root / "large"), "--text", str(text), *sizes]
 
+    def close(self) -> None:
+        """End the process that forks."""
+        self.zygote.communicate()
+
+    def start(self, arguments: list[str]) -> int:
+        """A command in a process of its own; returns its id."""
+        assert self.zygote.stdin is not None
+        self.zygote.stdin.write(json.dumps([arguments, str(self.errors)]) + "\n")
+        self.zygote.stdin.flush()
+        return int(self.answer())
+
+    def answer(self) -> str:
+        """The next line of the process that forks: an id, or how a command ended."""
+        assert self.zygote.stdout is not None
+        return self.zygote.stdout.readline()
+
     def run(self, kind: str, arguments: list[str]) -> None:
         """To the end, noting how long it takes."""
+        self.start(arguments)
         begun = time.monotonic()
-        done = subprocess.run(
-            self.command(arguments), env=self.environment, capture_output=True, text=True, check=False
-        )
+        status = int(self.answer())
         self.usual[kind] = time.monotonic() - begun
-        assert done.returncode == 0, f"{arguments[0]}: {done.stderr[-500:]}"
-
-    def command(self, arguments: list[str]) -> list[str]:
-        return [sys.executable, "-m", "kvhub", *arguments]
+        assert status == 0, f"{arguments[0]}: {self.errors.read_text()[-500:]}"
 
     def kill(self, kind: str, draw: random.Random) -> bool:
         """Once, and check everything. Returns whether it was still running. Raises `AssertionError`."""
         if kind not in self.usual:
             self.run(kind, self.arguments(kind))
         arguments = self.arguments(kind)
-        process = subprocess.Popen(
-            self.command(arguments),
-            env=self.environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        time.sleep(draw.uniform(0.1, 1.0) * self.usual[kind])
-        running = process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process = self.start(arguments)
+        time.sleep(draw.uniform(0.0, 1.0) * self.usual[kind])
+        with suppress(ProcessLookupError):  # it may have ended
+            os.kill(process, signal.SIGKILL)
+        running = int(self.answer()) == signal.SIGKILL
         self.check(f"after killing {kind}")
         self.run(kind, arguments)
         self.check(f"after running {kind} again")
