@@ -21,6 +21,7 @@ COMMANDS = {
     "check": "Say whether a pair can work and what it costs.",
     "transfer": "Predict from a few hundred tokens whether a pair works.",
     "fit": "Fit a mapper from SOURCE to TARGET on a text.",
+    "study": "Vary one thing of a fit and measure what it does.",
     "eval": "Measure a mapper on held-out text, and judge it.",
     "tasks": "Answer tasks on a mapped cache: accuracy kept.",
     "diagnose": "Measure where a mapper errs, and whether it matters.",

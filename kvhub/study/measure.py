@@ -48,12 +48,13 @@ class AffineCandidate:
         source: ModelIdentity,
         target: ModelIdentity,
         *,
-        rotated: bool = True,
+        strip: bool = True,
+        turn: bool = True,
     ) -> None:
-        """rotated: False leaves RoPE in the source's keys and adds none (an ablation)."""
+        """strip, turn: whether the source's RoPE is removed and the target's applied (False: ablations)."""
         self._layers = source_layers
         self._source, self._target = source, target
-        self._rotated = rotated
+        self._strip, self._turn = strip, turn
         self._tensors = {name: tensor.float() for name, tensor in tensors.items()}
 
     def map(self, rows: KvRows) -> KvRows:
@@ -61,7 +62,7 @@ class AffineCandidate:
         positions = torch.arange(len(rows))
         turn = rotary_table(self._target.rope, positions)
         strip = rotary_table(self._source.rope, positions)
-        content = [strip_rope(k.float(), strip) if self._rotated else k.float() for k in rows.keys]
+        content = [strip_rope(k.float(), strip) if self._strip else k.float() for k in rows.keys]
         values = [v.float() for v in rows.values]
         dtype = getattr(torch, self._target.dtype)
         found: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -71,9 +72,7 @@ class AffineCandidate:
                     prefix = f"layers.{number}.{name}"
                     x = torch.stack([inputs[layer] for layer in layers], dim=1)
                     y = apply_affine(x, self._tensors[f"{prefix}.weight"], self._tensors[f"{prefix}.bias"])
-                    found[side].append(
-                        (apply_rope(y, turn) if name == "k" and self._rotated else y).to(dtype)
-                    )
+                    found[side].append((apply_rope(y, turn) if name == "k" and self._turn else y).to(dtype))
         return KvRows(tuple(found[0]), tuple(found[1]))
 
 
