@@ -78,37 +78,48 @@ def _parsed(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def generated(render: Render, plain: Render, index: int, *, thinking: bool) -> str:
+def generated(render: Render, plain: Render, index: int, *, thinking: bool, returned: bool) -> str:
     """What the server holds after the turn at `index`: its prompt, and the answer as the model writes it.
 
     plain: the same template with a generation prompt that is the header alone.
     """
-    answer = SCRIPT[index] if thinking else {**SCRIPT[index], "reasoning_content": ""}
-    head = plain(upto(index), True)
-    whole = plain([*upto(index), answer], False)  # as the last message, its thinking is shown
+    history = _history(index, thinking and returned)
+    [answer] = _history(index + 1, thinking)[-1:]
+    head = plain(history, True)
+    whole = plain([*history, answer], False)  # as the last message, its thinking is shown
     if not whole.startswith(head):
         raise ValueError("the template renders an answer otherwise than its own generation prompt begins it")
     # The newline behind the end of a turn is the template's, not the model's.
-    return render(upto(index), True) + whole[len(head) :].rstrip("\n")
+    return render(history, True) + whole[len(head) :].rstrip("\n")
+
+
+def _history(index: int, thinking: bool) -> list[Message]:
+    """The messages before one; of a model that does not think, without thinking."""
+    return [
+        m if thinking or "reasoning_content" not in m else {**m, "reasoning_content": ""} for m in upto(index)
+    ]
 
 
 def survival(
-    template: str, encode: Callable[[str], Sequence[int]], *, thinking: bool = True, **options: Any
+    template: str,
+    encode: Callable[[str], Sequence[int]],
+    *,
+    thinking: bool = True,
+    returned: bool = True,
+    **options: Any,
 ) -> list[Turn]:
     """One `Turn` for each assistant turn that another request follows.
 
-    thinking: whether the model thinks; options: further variables of the template.
+    thinking: whether the model thinks; returned: whether the client sends thinking back with the
+    history; options: further variables of the template.
     """
     render = renderer(template, **options)
     plain = renderer(template, **{k: v for k, v in options.items() if k != "enable_thinking"})
     found = []
     for index in turns()[:-1]:
         after = next(i for i in turns() if i > index)
-        messages = upto(after)
-        if not thinking:
-            messages = [{**m, "reasoning_content": ""} if m["role"] == "assistant" else m for m in messages]
-        held = encode(generated(render, plain, index, thinking=thinking))
-        prompt = encode(render(messages, True))
+        held = encode(generated(render, plain, index, thinking=thinking, returned=returned))
+        prompt = encode(render(_history(after, thinking and returned), True))
         common = next(
             (i for i, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b),
             min(len(held), len(prompt)),
@@ -157,6 +168,7 @@ def main() -> None:
         result[name] = summary(survival(text, encode, thinking=thinks))
         if thinks:
             result[f"{name}, thinking kept"] = summary(survival(text, encode, keep_thinking=True))
+            result[f"{name}, not sent back"] = summary(survival(text, encode, returned=False))
             result[f"{name}, thinking off"] = summary(
                 survival(text, encode, thinking=False, enable_thinking=False)
             )

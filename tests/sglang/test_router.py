@@ -61,6 +61,14 @@ def test_kept_thinking_survives_and_switched_off_thinking_loses_the_last_answer(
         assert 0 <= turn.common - len(encode(renderer(text)(messages, True))) <= len("<t")
 
 
+def test_thinking_that_the_client_does_not_send_back_is_lost_with_the_answer_behind_it() -> None:
+    found = survival(template("chatml_thinking"), encode, returned=False)
+    assert all(turn.common < turn.held for turn in found)
+    assert (
+        summary(found)["survives"] < summary(survival(template("chatml"), encode, thinking=False))["survives"]
+    )
+
+
 def test_a_date_in_the_system_message_loses_everything_a_day_later() -> None:
     today = renderer(template("headers"), date_string="01 Jan 2030")(upto(4), True)
     later = renderer(template("headers"), date_string="02 Jan 2030")(upto(4), True)
