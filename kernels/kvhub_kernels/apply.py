@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvhub_kernels.cpu import CpuApplier
+from kvhub_kernels.joined import ONES
 from kvhub_kernels.rotary import RotaryTable
 from kvhub_kernels.rows import Rows
 from kvhub_kernels.weights import Weights
@@ -40,6 +41,22 @@ class Applier(Protocol):
         ...
 
 
+def uses_triton(device: torch.device) -> bool:
+    """On CUDA, and on the CPU where Triton's interpreter was asked for."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def ready_bytes(weights: Weights, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes that `make_applier` will hold for these weights, without making it."""
+    plan = weights.plan
+    columns = 2 * plan.layers * plan.groups * plan.columns
+    int8 = weights.dtype == torch.int8
+    size = columns * plan.depth * (1 if int8 else dtype.itemsize) + 4 * columns * (2 if int8 else 1)
+    if not uses_triton(device) and dtype == torch.bfloat16:  # the bias is rows of the matrix
+        size += columns * ONES * dtype.itemsize - 4 * columns
+    return size
+
+
 def make_applier(
     weights: Weights, rotate: RotaryTable, *, device: torch.device | str, dtype: torch.dtype
 ) -> Applier:
@@ -49,7 +66,7 @@ def make_applier(
     dtype: of the products. Errors: `ValueError` for what the path cannot do.
     """
     device = torch.device(device)
-    if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+    if uses_triton(device):
         from kvhub_kernels.gpu import TritonApplier
 
         return TritonApplier(weights, rotate, device=device, dtype=dtype)

@@ -63,6 +63,9 @@ class TritonApplier:
         self._packable = self.plan.k <= 32 and len(self.plan.used) <= 128
         self._words = _packed_words(places if self._packable else [[]] * len(places)).to(self.device)
         self._layers: dict[tuple[int, ...], Tensor] = {}
+        self._streams: set[int] = set()
+        if self.device.type == "cuda":  # made on this thread's stream, read on others
+            torch.cuda.current_stream(self.device).synchronize()
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +87,7 @@ class TritonApplier:
         """
         if rotate.pairing != self._pairing or rotate.rotary_dim != 2 * self._half:
             raise ValueError("the weights were packed for another rotation")
+        self._note_stream()
         wanted = tuple(range(self.plan.layers) if layers is None else layers)
         if wanted not in self._layers:
             self._layers[wanted] = self._ints(wanted)
@@ -93,6 +97,17 @@ class TritonApplier:
             x = self._gather(source, strip, start, tokens)
             self._affine(x, target, rotate, self._layers[wanted], start, tokens, finite, tile)
         return finite
+
+    def _note_stream(self) -> None:
+        """Weights that are dropped while a stream still reads them are not given away before it has."""
+        if self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if stream.cuda_stream not in self._streams:
+            self._streams.add(stream.cuda_stream)
+            for held in (self.packed.matrix, self.packed.bias, self.packed.scale):
+                if held is not None:
+                    held.record_stream(stream)
 
     def _gather(self, source: Rows, strip: RotaryTable, start: int, tokens: int) -> Tensor:
         plan = self.plan

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     "--exchange", metavar="PLACE", help="Directory shared by the servers, or mooncake://host:port?..."
 )
 @click.option("--exchange-gib", type=click.FloatRange(min=0.001), default=4.0, show_default=True)
+@click.option(
+    "--mapper-gib", type=click.FloatRange(min=0.001), help="Memory for mappers made ready; default: no bound."
+)
 @click.option("--max-hops", type=click.IntRange(1, 8), default=1, show_default=True, help="Mappers in a row.")
 @click.option("--min-span", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens to save.")
 @click.option(
@@ -72,6 +75,7 @@ def command(
     references: tuple[str, ...],
     exchange: str | None,
     exchange_gib: float,
+    mapper_gib: float | None,
     max_hops: int,
     min_span: int,
     reuse: str,
@@ -124,6 +128,7 @@ def command(
         native_tail=native_tail,
         heal=heal,
         shadow=shadow,
+        mapper_budget=None if mapper_gib is None else int(mapper_gib * 2**30),
         cost_file=home / "serving" / f"cost-{identity.digest[:16]}.json",
     )
     file = home / "serving" / f"{port}.json"

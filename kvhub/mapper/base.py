@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvhub.artifact.manifest import Manifest
     from kvhub.model.identity import ModelIdentity, RopeSpec
     from kvhub.model.load import LoadedModel
+    from kvhub_kernels.resident import Resident
 
 
 class SourceRows:
@@ -121,12 +122,33 @@ class Mapper(ABC):
                 pool[where] = stored
         return finite
 
+    def map_blocks(self, blocks: Sequence[Tensor], positions: Tensor, target: Rows) -> Tensor:
+        """`map_rows` for the source's rows as they come from an exchange, in pieces and in host memory.
+
+        blocks: `[num_layers, 2, tokens, num_kv_heads, head_dim]` each, keys and values, in order;
+        positions: `[tokens]` int64 of all of them, on the device of `target`.
+        """
+        rows = torch.cat(list(blocks), dim=2).to(target.device)
+        source = SourceRows(
+            list(rows[:, 0].unbind(0)), list(rows[:, 1].unbind(0)), positions, self.manifest.source.rope
+        )
+        return self.map_rows(source, target)
+
     def prepare(self, device: torch.device | str, dtype: torch.dtype) -> None:
         """Get ready to write into caches on `device` in `dtype`, before the first request needs it.
 
-        Errors: `ValueError` where `map_rows` cannot do that.
+        From any thread, and again whenever it may have been dropped (`keep_in`).
+        Errors: `ValueError` where `map_rows` cannot do that, or where it does not fit.
         """
         return
+
+    def keep_in(self, resident: Resident) -> None:
+        """What `prepare` makes is kept in `resident` from now on, and may be dropped for other mappers."""
+        return
+
+    def engine(self, device: torch.device | str) -> str:
+        """What `map_rows` computes with for caches on `device`, for a log."""
+        return "torch, layer by layer"
 
     @abstractmethod
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Mapper:

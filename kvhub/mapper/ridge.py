@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,8 +13,10 @@ from kvhub.artifact.tensors import expected_tensors
 from kvhub.errors import Corrupt
 from kvhub.mapper.base import Mapper, SourceRows
 from kvhub.model.rope import rotary_table
-from kvhub_kernels.apply import Applier, make_applier
+from kvhub_kernels.apply import Applier, make_applier, ready_bytes, uses_triton
+from kvhub_kernels.arriving import Arriving, Lane, apply_arriving, make_lane
 from kvhub_kernels.plan import Plan
+from kvhub_kernels.resident import Resident
 from kvhub_kernels.rotary import RotaryTable, apply_rope
 from kvhub_kernels.rows import Rows
 from kvhub_kernels.weights import Weights
@@ -57,6 +59,10 @@ class RidgeMapper(Mapper):
             name: tensor.to(self.device, torch.float32 if name.endswith(".bias") else dtype)
             for name, tensor in tensors.items()
         }
+        self._resident: Resident | None = None
+        self._token = object()  # two mappers may hold the same artifact
+        self._sizes: dict[tuple[object, torch.device, torch.dtype], int] = {}
+        self._lanes: dict[torch.device, Lane] = {}
         self._appliers: dict[tuple[torch.device, torch.dtype], Applier] = {}
         self._making = threading.Lock()
 
@@ -81,11 +87,34 @@ class RidgeMapper(Mapper):
         applier = self.applier(target.device, self._products(target.device, target.dtype), turn)
         return applier.apply(source.rows(), target, source.strip, turn)
 
+    def map_blocks(self, blocks: Sequence[Tensor], positions: Tensor, target: Rows) -> Tensor:
+        """See `Mapper.map_blocks`. Mapped as they land: on CUDA the next blocks are copied meanwhile."""
+        strip = rotary_table(self.manifest.source.rope, positions)
+        turn = rotary_table(self.manifest.target.rope, positions)
+        applier = self.applier(target.device, self._products(target.device, target.dtype), turn)
+        with self._making:
+            lane = self._lanes.get(target.device) or make_lane(target.device)
+            self._lanes[target.device] = lane
+        return apply_arriving(applier, Arriving(blocks), target, strip, turn, lane)
+
     def prepare(self, device: torch.device | str, dtype: torch.dtype) -> None:
         """See `Mapper.prepare`: the kernels' form of the weights, on the device."""
         device = torch.device(device)
         turn = rotary_table(self.manifest.target.rope, torch.zeros(1, dtype=torch.int64))
         self.applier(device, self._products(device, dtype), turn)
+
+    def keep_in(self, resident: Resident) -> None:
+        """See `Mapper.keep_in`."""
+        with self._making:
+            self._resident = resident
+            self._appliers.clear()
+
+    def engine(self, device: torch.device | str) -> str:
+        """See `Mapper.engine`."""
+        device = torch.device(device)
+        if uses_triton(device):
+            return "triton" if device.type == "cuda" else "triton (interpreted)"
+        return f"matrix products in {str(self.dtype).removeprefix('torch.')}"
 
     def _products(self, device: torch.device, cached: torch.dtype) -> torch.dtype:
         if device.type != "cuda":
@@ -93,12 +122,20 @@ class RidgeMapper(Mapper):
         return torch.float32 if cached == torch.float32 else torch.bfloat16
 
     def applier(self, device: torch.device, dtype: torch.dtype, turn: RotaryTable) -> Applier:
-        """The kernels' form of this mapper, made on first use and kept."""
+        """The kernels' form of this mapper, made on first use and kept (see `keep_in`)."""
+
+        def make() -> Applier:
+            return make_applier(self.weights(), turn, device=device, dtype=dtype)
+
+        if self._resident is not None:
+            key = (self._token, device, dtype)
+            if key not in self._sizes:
+                self._sizes[key] = ready_bytes(self.weights(), device, dtype)
+            return self._resident.get(key, self._sizes[key], make)
         with self._making:
             known = self._appliers.get((device, dtype))
             if known is None:
-                known = make_applier(self.weights(), turn, device=device, dtype=dtype)
-                self._appliers[device, dtype] = known
+                known = self._appliers[device, dtype] = make()
             return known
 
     def weights(self) -> Weights:

@@ -47,6 +47,7 @@ def settings(
     heal: bool = False,
     shadow: float = 0.0,
     cost_file: Path | None = None,
+    mapper_budget: int | None = None,
 ) -> dict[str, Any]:
     """The content of the settings file, as the extension in the server reads it.
 
@@ -75,6 +76,7 @@ def settings(
         "shadow": shadow,
         "cost_file": None if cost_file is None else str(cost_file),
         "watch_registry": True,
+        "mapper_budget": mapper_budget,
         "model_path": str(model_path),
     }
 

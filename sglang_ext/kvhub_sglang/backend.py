@@ -25,9 +25,11 @@ from kvhub.model.identify import identify
 from kvhub.model.identity import ModelIdentity
 from kvhub.model.load import resolve
 from kvhub.serving.cost import CostModel
+from kvhub_kernels.resident import Resident
 from kvhub_sglang import hooks
 from kvhub_sglang.cache import KvhubRadixCache
 from kvhub_sglang.calibrate import calibrate
+from kvhub_sglang.internal import InternalRequests
 from kvhub_sglang.ranks import Ranks
 from kvhub_sglang.refusal import Code, Refusal
 from kvhub_sglang.report import Metrics, logger
@@ -57,6 +59,8 @@ def create(ctx: Any) -> Any:
     cache.serve(serving)
     pool = cache.pool
     for candidate in serving.candidates if pool is not None else ():
+        engine = candidate.mapper.engine(pool.device)
+        logger.info("kvhub applies mapper %s with %s", candidate.digest[:12], engine)
         try:
             calibrate(serving.cost, candidate, pool)
         except Exception:  # then its cost is not known, and it is not used but by `worth: always`
@@ -110,10 +114,11 @@ def open_serving(ctx: Any, ranks: Ranks) -> Serving:
     if found:
         raise Refusal(Code.UNSUPPORTED, f"the server has {found}")
     device = kvcache.k_buffer[0].device
+    resident = Resident(settings.mapper_budget) if settings.mapper_budget else None
     candidates = []
     for served in settings.mappers:
         try:
-            candidates.append(open_candidate(served, identity, device, heads))
+            candidates.append(open_candidate(served, identity, device, heads, resident))
         except (Refusal, KvhubError) as error:
             logger.error("kvhub does not use mapper %s: %s", served.digest[:12], error)
     return Serving(
@@ -127,6 +132,7 @@ def open_serving(ctx: Any, ranks: Ranks) -> Serving:
             publishes=publishes(ranks, heads.total),
         ),
         page_size=ctx.params.page_size,
+        internal=InternalRequests(),
         metrics=Metrics(bool(ctx.params.enable_metrics) and ranks.rank == 0),
         ranks=ranks,
         heads=heads.count,
@@ -145,7 +151,11 @@ def open_exchange(settings: ServingSettings) -> Exchange:
 
 
 def open_candidate(
-    served: ServedMapper, identity: ModelIdentity, device: Any, heads: HeadSlice
+    served: ServedMapper,
+    identity: ModelIdentity,
+    device: Any,
+    heads: HeadSlice,
+    resident: Resident | None = None,
 ) -> Candidate:
     """Load one mapper and prove that it is the one named, for this model, and passed the gate.
 
@@ -171,8 +181,11 @@ def open_candidate(
             raise Refusal(Code.DECLINED, f"it {why}; evaluate it, or allow drafts explicitly")
         logger.warning("kvhub serves mapper %s by override: it %s", served.digest[:12], why)
     mapper = narrow(mapper, heads)
+    if resident is not None:
+        mapper.keep_in(resident)
+    dtype = getattr(torch, identity.dtype)
     try:
-        mapper.prepare(device, getattr(torch, identity.dtype))
+        mapper.prepare(device, dtype)
     except ValueError as error:
         raise Refusal(Code.UNSUPPORTED, f"the kernels cannot apply it: {error}") from None
     return Candidate(
@@ -183,6 +196,7 @@ def open_candidate(
         served_exact_prefix=served.exact_prefix or 0,
         native_tail=served.native_tail,
         first_head=heads.first,
+        make_ready=lambda: mapper.prepare(device, dtype),
     )
 
 

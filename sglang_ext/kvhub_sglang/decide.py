@@ -43,6 +43,14 @@ def unsupported(req: Any) -> str | None:
     return None
 
 
+class NeedsPrefix(Refusal):
+    """The first tokens must be computed before the rest can be mapped."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(Code.EXACT_PREFIX, f"the first {tokens} tokens are not held exactly here")
+        self.tokens = tokens
+
+
 @dataclass(frozen=True)
 class Question:
     """What one request asks of the exchange; fixed when it is asked."""
@@ -107,6 +115,8 @@ def look_up(serving: Serving, question: Question) -> Found:
         found = Found({**mapped, **kept}, why)
         found.estimate = _estimate(serving, question, found.blocks, start, reach)
         if not mapped or question.choice.worth == "always" or found.estimate.worth:
+            for candidate in {s.candidate for s in mapped.values() if s.candidate is not None}:
+                candidate.make_ready()  # here, not on the scheduler's thread
             return found
         return Found(own, Refusal(Code.NOT_WORTH_IT, found.estimate.reason), found.estimate)
     return Found(own, why)
@@ -156,7 +166,7 @@ def compose(serving: Serving, plan: Plan, question: Question, found: Found, matc
     if question.candidates and gained >= serving.settings.min_span:
         needed = max((c.exact_prefix for c in plan.applied()), default=0)
         if own_end < needed and lossy < needed:
-            raise Refusal(Code.EXACT_PREFIX, f"the first {needed} tokens are not held exactly here")
+            raise NeedsPrefix(needed)
         plan.lossy, plan.salt = True, question.lossy_salt
         plan.worst = Lineage(hops=question.choice.max_hops, mappers=list(question.allowed))
         return

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from kvhub.exchange import BLOCK_TOKENS, Block, Lineage
-from kvhub.mapper import SourceRows
 from kvhub_kernels.rows import Rows
 from kvhub_sglang.plan import BlockSource, Plan
 from kvhub_sglang.refusal import Code, Refusal
@@ -79,6 +78,15 @@ class _Run:
         return torch.cat([block.payload for block in self.blocks], dim=2)
 
     @property
+    def pieces(self) -> list[Tensor]:
+        """What is wanted of each payload, `[num_layers, 2, tokens, heads, head_dim]`; nothing is copied."""
+        cut = []
+        for number, block in enumerate(self.blocks, self.first_block):
+            origin = number * BLOCK_TOKENS
+            cut.append(block.payload[:, :, max(0, self.start - origin) : self.stop - origin])
+        return cut
+
+    @property
     def inside(self) -> slice:
         """The tokens wanted, relative to the first block."""
         origin = self.first_block * BLOCK_TOKENS
@@ -130,13 +138,9 @@ def place(serving: Serving, pool: Pool, runs: list[_Run], slots: Tensor, base: i
 
 
 def _map(run: _Run, candidate: Candidate, pool: Pool, target: Tensor) -> None:
-    rows = run.rows[:, :, run.inside].to(pool.device)
     positions = torch.arange(run.start, run.stop, device=pool.device)
-    source = SourceRows(
-        list(rows[:, 0].unbind(0)), list(rows[:, 1].unbind(0)), positions, candidate.source.rope
-    )
     written = Rows(pool.keys, pool.values, len(positions), target)
-    if not bool(candidate.mapper.map_rows(source, written)):
+    if not bool(candidate.mapper.map_blocks(run.pieces, positions, written)):
         raise Refusal(Code.NOT_FINITE, "the mapped cache has NaN or infinity")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import torch
 from kvhub.exchange import Exchange, Layout
 from kvhub.exchange.shards import HeadSlice
 from kvhub.serving.cost import CostModel
+from kvhub_sglang.internal import InternalRequests
 from kvhub_sglang.namespace import Salts
 from kvhub_sglang.publisher import Publisher
 from kvhub_sglang.ranks import OneRank, Ranks
@@ -37,6 +39,8 @@ class Candidate:
     """Last tokens of what could be mapped that the target computes."""
     first_head: int = 0
     """The first KV head of the target that this rank's part of the mapper writes."""
+    make_ready: Callable[[], None] = lambda: None
+    """Have the mapper ready before a request is admitted; called on a worker. Quick where it is."""
 
     @property
     def exact_prefix(self) -> int:
@@ -82,6 +86,8 @@ class Serving:
     heads: int | None = None
     """KV heads in this rank's pool; None: all."""
     cost: CostModel = field(default_factory=CostModel)
+    internal: InternalRequests | None = None
+    """Requests to ourselves; None where nobody would send them."""
 
     def withdraw(self, digest: str, cause: str) -> None:
         """Take a mapper out of service: the policy changes, and its rows are never met again.

@@ -77,6 +77,8 @@ class ServingSettings(Record):
     """Tokens that one healing request computes."""
     shadow: float = Field(default=0.0, ge=0, le=1)
     """Share of mapped requests whose next-token distribution is compared with the native one, when idle."""
+    mapper_budget: int | None = Field(default=None, ge=1 << 20)
+    """Bytes of mappers kept ready for the kernels; the least recently used goes first. None: all of them."""
     model_path: str | None = None
     """Where the served weights are, if the server was started by another name."""
 

@@ -8,6 +8,7 @@ from support.mappers import make_identity, make_manifest, random_tensors
 
 from kvhub.mapper.base import Mapper, SourceRows
 from kvhub.mapper.ridge import RidgeMapper
+from kvhub_kernels.resident import Resident
 from kvhub_kernels.rows import Rows
 
 TOKENS = 30
@@ -69,3 +70,36 @@ def test_a_bias_is_not_rounded_with_the_weights(support):
     exact = RidgeMapper(mapper.manifest, tensors)
     coarse = exact.to("cpu", torch.bfloat16)
     assert torch.equal(coarse.affine(2, "v").bias, exact.affine(2, "v").bias)
+
+
+@pytest.mark.parametrize("support", ["full", "head-local"])
+@pytest.mark.parametrize("way", [RidgeMapper.map_blocks, Mapper.map_blocks], ids=["kernels", "any family"])
+def test_blocks_from_an_exchange_give_the_same_rows(support, way):
+    mapper, rows, target = made(support)
+    pieces = [torch.stack((k, v)) for k, v in zip(rows._keys, rows._values, strict=True)]
+    blocks = list(torch.stack(pieces).split([5, 16, 9], dim=2))
+    assert bool(way(mapper, blocks, rows.positions, target))
+    found = [pool.clone() for pool in (*target.keys, *target.values)]
+    mapper.map_rows(rows, target)
+    for have, want in zip(found, (*target.keys, *target.values), strict=True):
+        torch.testing.assert_close(have, want, equal_nan=True)
+
+
+def test_mappers_share_a_budget():
+    one, rows, target = made("full")
+    other, _, _ = made("full")
+    one.prepare("cpu", torch.float32)
+    size = next(iter(one._appliers.values())).nbytes
+    resident = Resident(budget=size + size // 2)
+    for mapper in (one, other):
+        mapper.keep_in(resident)
+        assert not mapper._appliers  # what was kept without a bound is let go
+    one.prepare("cpu", torch.float32)
+    first = one.applier(target.device, torch.float32, rows.strip)
+    assert resident.nbytes == size
+    assert bool(other.map_rows(rows, target))  # the same artifact in another object is another mapper
+    assert resident.nbytes == size
+    assert one.applier(target.device, torch.float32, rows.strip) is not first
+    one.keep_in(Resident(budget=size - 1))
+    with pytest.raises(ValueError, match="does not fit"):
+        one.prepare("cpu", torch.float32)
