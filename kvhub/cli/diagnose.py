@@ -98,7 +98,8 @@ def command(
         click.echo(found.to_bytes().decode(), nl=False)
     else:
         _print(found)
-        click.echo(output.clean(f"\nwritten to {written}; kvhub report draws it"))
+        click.echo()
+        click.echo(output.clean(f"written to {written}; kvhub report draws it"))
     if not _join(directory, manifest, found):
         output.note("the evidence is of other windows, or there is none: the scores stay in diagnostics.json")
 

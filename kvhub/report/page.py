@@ -82,7 +82,7 @@ def _recipe(manifest: Manifest) -> str:
             "calibration",
             escape(
                 f"{calibration.dataset}: {calibration.sequences} windows of up to {calibration.length}"
-                f" tokens, every {calibration.stride}., {calibration.rows} rows"
+                f" tokens, one row in {calibration.stride}, {calibration.rows} rows"
             ),
         ),
         ("created", escape(f"{manifest.created}, kvhub {manifest.kvhub_version}")),
