@@ -28,13 +28,18 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 
 from kvhub.artifact.manifest import Calibration, FitScores, Manifest
 from kvhub.exchange import DirectoryExchange, Exchange
+from kvhub.exchange.shards import HeadSlice, ShardedExchange
 from kvhub.mapper import SourceRows
+from kvhub.mapper.narrow import narrow
 from kvhub.mapper.ridge import RidgeMapper
 from kvhub.model.identity import Geometry, ModelIdentity, RopeSpec
 from kvhub_sglang.cache import KvhubRadixCache
+from kvhub_sglang.ranks import OneRank, Ranks
+from kvhub_sglang.internal import InternalRequests
 from kvhub_sglang.report import META_KEY, Metrics
 from kvhub_sglang.serving import Candidate, Serving
 from kvhub_sglang.settings import ServingSettings
+from kvhub_sglang.tensor_parallel import join, publishes
 
 ROPE = RopeSpec(
     rope_type="default",
@@ -168,20 +173,25 @@ class Engine:
         draft: bool = True,
         start: bool = True,
         exchange: Exchange | None = None,
+        ranks: Ranks | None = None,
         **settings: Any,
     ) -> None:
+        """ranks: this is one rank of a tensor-parallel server (`OneRank()`: it reads such a server's)."""
         set_global_server_args_for_scheduler(
             ServerArgs(model_path="dummy", page_size=page_size, device="cpu")
         )
         torch.set_num_threads(1)
         self.model, self.page_size, self.capacity = model, page_size, slots
         g = model.geometry
+        self.heads = HeadSlice.everything(g.num_kv_heads)
+        if ranks is not None:
+            self.heads = HeadSlice.of_rank(ranks.rank, ranks.size, g.num_kv_heads)
         self.rows = ReqToTokenPool(size=16, max_context_len=4096, device="cpu", enable_memory_saver=False)
         self.kv = MHATokenToKVPool(
             size=slots,
             page_size=page_size,
             dtype=torch.float32,
-            head_num=g.num_kv_heads,
+            head_num=self.heads.count,
             head_dim=g.head_dim,
             layer_num=g.num_layers,
             device="cpu",
@@ -209,14 +219,32 @@ class Engine:
             )
         )
         self.free_at_start = self.allocator.available_size()
+        candidates = tuple(
+            Candidate(
+                narrow(m, self.heads),
+                m.manifest.digest,
+                m.manifest.source,
+                draft,
+                first_head=self.heads.first,
+            )
+            for m in mappers
+        )
+        where = exchange or DirectoryExchange(root)
+        if ranks is not None:
+            needs = {c.source_digest: c.source_heads for c in candidates} | {model.digest: self.heads}
+            first = publishes(ranks, g.num_kv_heads)
+            where = ShardedExchange(where, needs, self.heads, publishes=first)
         self.serving = Serving(
             settings=ServingSettings(**{"exchange": str(root), **self.SETTINGS, **settings}),
             identity=model,
-            candidates=tuple(Candidate(m, m.manifest.digest, m.manifest.source, draft) for m in mappers),
-            exchange=exchange or DirectoryExchange(root),
+            candidates=candidates,
+            exchange=where,
             page_size=page_size,
             metrics=Metrics(False),
+            ranks=ranks or OneRank(),
+            heads=self.heads.count,
         )
+        join(self.serving)
         if start:
             self.cache.serve(self.serving)
         self._ids = itertools.count()
@@ -250,7 +278,31 @@ class Engine:
             if not self.cache.must_wait(req):
                 return int(req.host_hit_length)
             self.cache.wait_for_stage(0.01)
+            self.serve_itself()
         raise AssertionError("the request still waits")
+
+    def serve_itself(self, *, idle: bool = False) -> int:
+        """Run the requests that the server wants to make to itself now; how many."""
+        taken = self.cache.take_internal(lambda: idle)
+        for wanted in taken:
+            req = self.request(list(wanted.tokens), salt=wanted.salt, new_tokens=1)
+            req.rid, req.extra_key = wanted.rid, wanted.extra_key
+            self.cache.arrived(req)
+            running = self.admit(req)
+            if wanted.top:
+                req.logprob.output_top_logprobs_val, req.logprob.output_top_logprobs_idx = self.answer(req)
+            self.decode(running, 1)
+            self.finish(running)
+            assert self.cache.keep_internal([req]) == []
+        return len(taken)
+
+    def answer(self, req: Req) -> tuple[list[list[float]], list[list[int]]]:
+        """Log-probabilities after the prompt: a function of the last row the request has."""
+        row = self.rows.req_to_token[req.kv.req_pool_idx, : req.extend_end].long()
+        seen = self.kv.k_buffer[-1][row].sum(0).flatten()
+        values = torch.log_softmax(seen, 0)
+        order = values.argsort(descending=True)
+        return [values[order].tolist()], [order.tolist()]
 
     def admit(self, req: Req, chunk: int | None = None) -> Running:
         """Match, load, allocate a row and prefill the first chunk (all of it by default)."""
@@ -352,7 +404,8 @@ class Engine:
 
     def native(self, tokens: list[int], positions: range) -> torch.Tensor:
         """What this engine's model computes at `positions` of `tokens`."""
-        return native_rows(self.model, tokens[positions.start : positions.stop], positions)
+        rows = native_rows(self.model, tokens[positions.start : positions.stop], positions)
+        return rows[:, :, :, self.heads.first : self.heads.first + self.heads.count]
 
     def _compute(self, req: Req, tokens: list[int], start: int, stop: int) -> None:
         """The forward: native rows for `[start, stop)` into new slots."""

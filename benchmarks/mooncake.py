@@ -1,0 +1,377 @@
+"""A conversation between two servers on two hosts, blocks over Mooncake; results/mooncake.json.
+
+    python -m benchmarks.mooncake --home HOME        (as root: it makes network namespaces)
+
+Needs `kvhub[mooncake]` and iproute2. Four hosts, each a network namespace with an address
+of its own behind one switch: the store (master and an owner of memory), a server of
+`small`, a server of `large`, and this script as the router. Nothing is shared but the
+network. The blocks are signed with a secret that the two servers have and the store has not.
+
+Recorded: conversations whose turns alternate between the servers (tokens mapped and exact,
+milliseconds waited); exact answers against native ones after the target's cache was
+flushed; pages overwritten in the store by somebody without the secret; the master stopped
+for a while, then killed; bytes over the wire; the cost of one block, for the shipped pair's
+and for one of 16 MiB (64 tokens of Qwen3-32B). Times are of namespaces on one machine: the
+wire is memory, and both ends share its cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import torch
+from support import mooncake
+from support.server import Server, running
+
+from benchmarks import machine, servers
+from kvhub.exchange import Layout, Lineage
+from kvhub.serving import launch
+
+HOSTS = {"store": "10.77.0.1", "small": "10.77.0.2", "large": "10.77.0.3", "router": "10.77.0.9"}
+PORT, RPC = 30000, 50051
+NEW_TOKENS = 24
+
+
+# ---- the hosts
+
+
+@contextlib.contextmanager
+def hosts(prefix: str) -> Iterator[None]:
+    """Namespaces `<prefix>-<host>` on one bridge, which is in a namespace of its own; removed at the end."""
+    switch = f"{prefix}-switch"
+    names = [switch, *(f"{prefix}-{host}" for host in HOSTS)]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "del", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        ip("-n", switch, "link", "set", "br0", "up")
+        for number, (host, address) in enumerate(HOSTS.items()):
+            name, port = f"{prefix}-{host}", f"port{number}"
+            ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("-n", switch, "link", "set", port, "master", "br0", "up")
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+        yield
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def on(prefix: str, host: str, command: list[str]) -> list[str]:
+    """`command`, run on a host."""
+    return ["ip", "netns", "exec", f"{prefix}-{host}", *command]
+
+
+def wire_bytes(prefix: str, host: str) -> int:
+    """Bytes that a host sent and received."""
+    command = ["cat", *(f"/sys/class/net/eth0/statistics/{way}_bytes" for way in ("rx", "tx"))]
+    done = subprocess.run(on(prefix, host, command), check=True, capture_output=True, text=True)
+    return sum(map(int, done.stdout.split()))
+
+
+# ---- what runs on them
+
+
+@contextlib.contextmanager
+def store(prefix: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Master and owner of memory on the store's host; yields the master."""
+    address = HOSTS["store"]
+    with contextlib.ExitStack() as stack:
+
+        def start(name: str, port: int, *flags: str) -> subprocess.Popen[bytes]:
+            log = stack.enter_context((folder / f"{name}.log").open("wb"))
+            process = subprocess.Popen(
+                on(prefix, "store", [mooncake.program(name), *flags]),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            mooncake.listening(address, port, process, 60)
+            return process
+
+        master = start(
+            "mooncake_master", RPC, f"--rpc_address={address}", f"--rpc_port={RPC}", "--metrics_port=9003"
+        )
+        start(
+            "mooncake_client",
+            50052,
+            f"--host={address}",
+            "--port=50052",
+            "--global_segment_size=512MB",
+            "--metadata_server=P2PHANDSHAKE",
+            f"--master_server_address={address}:{RPC}",
+        )
+        yield master
+
+
+def serve(stack: contextlib.ExitStack, prefix: str, name: str, home: str, url: str, folder: Path) -> Server:
+    """`name` with kvhub on its host; not waited for."""
+    known, path = servers.mappers(home), servers.ROOT / "models" / name
+    content = {
+        "exchange": url,
+        "mappers": [{**known[name], "state": "draft", "allow_draft": True}],
+        "worth": "always",
+        "stage_wait_ms": 5000,
+        "model_path": str(path),
+    }
+    file = folder / f"{name}.json"
+    launch.write_settings(file, content)
+    plan = launch.launch(
+        path,
+        file,
+        dtype="float32",
+        host=HOSTS[name],
+        port=PORT,
+        architectures=["Qwen3ForCausalLM"],
+    )
+    env = {**plan.environment, "KVHUB_HOME": home, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = on(prefix, name, plan.argv)
+    live = stack.enter_context(
+        running(command, env, port=PORT, log=folder / f"{name}.log", cwd=servers.ROOT, wait=False)
+    )
+    return replace(live, url=f"http://{HOSTS[name]}:{PORT}")
+
+
+def ask(server: Server, prompt: list[int], tenant: str, *, reuse: bool = False) -> dict[str, Any]:
+    """Greedy answer, milliseconds, and kvhub's report."""
+    extra = {"kv_hints": servers.hints()} if reuse else {}
+    started = time.perf_counter()
+    answer = server.generate(prompt, NEW_TOKENS, cache_salt=tenant, **extra)
+    report = answer["meta_info"].get("kvhub", [{}])[0]
+    kept = ("exact", "mapped", "prefilled", "reason", "detail", "waited_ms", "staged_ms")
+    return {
+        "ids": answer["output_ids"],
+        "request_ms": (time.perf_counter() - started) * 1e3,
+        **{key: report.get(key) for key in kept},
+    }
+
+
+def pause() -> None:
+    """Blocks are published behind the answer."""
+    time.sleep(1.5)
+
+
+# ---- what is recorded
+
+
+def conversations(small: Server, large: Server, texts: list[list[int]]) -> list[list[dict[str, Any]]]:
+    """Six turns each, every one on the other server, each with 70 new tokens of the user's."""
+    found = []
+    for number, text in enumerate(texts):
+        history, turns = list(text[:200]), []
+        for turn in range(6):
+            server = (small, large)[turn % 2]
+            answer = ask(server, history, f"talk-{number}", reuse=True)
+            turns.append({"on": ("small", "large")[turn % 2], "prompt": len(history), **answer})
+            history += answer["ids"] + text[200 + 70 * turn : 270 + 70 * turn]
+            turns[-1].pop("ids")
+            pause()
+        found.append(turns)
+    return found
+
+
+def exact_answers(large: Server, prompts: list[list[int]], tenant: str) -> dict[str, Any]:
+    """Native, flushed, and again with reuse: own blocks come back over the network."""
+    wrong, reused, waited = 0, [], []
+    native = [ask(large, prompt, tenant)["ids"] for prompt in prompts]
+    pause()
+    large.flush()
+    for prompt, expected in zip(prompts, native, strict=True):
+        again = ask(large, prompt, tenant, reuse=True)
+        wrong += again["ids"] != expected
+        reused.append(again["exact"])
+        waited.append(again["waited_ms"])
+    return {"requests": len(prompts), "wrong": wrong, "exact": reused, "waited_ms": waited}
+
+
+def hostile(large: Server, exchange: Any, prompts: list[list[int]], digest: str) -> dict[str, Any]:
+    """Somebody without the secret overwrites every page: with noise, and with a block of its own making."""
+    from kvhub.exchange import Namespace, chain_keys
+    from kvhub.exchange.block import encode
+
+    client, layout = exchange._client, layout_of("large")
+    native = [ask(large, prompt, "hostile")["ids"] for prompt in prompts]
+    pause()
+    large.flush()
+    pages = 0
+    for prompt in prompts:
+        for index, key in enumerate(chain_keys(Namespace(digest, "exact", ("hostile", "")), prompt)):
+            name = f"kvhub:{key.hex()}"
+            assert client.is_exist(name) == 1
+            forged = encode(
+                key, digest, 64 * index, layout, Lineage(hops=0, mappers=[]), torch.zeros(layout.shape)
+            )
+            assert client.upsert(name, forged if pages % 2 else secrets.token_bytes(len(forged))) == 0
+            pages += 1
+    answers = [ask(large, prompt, "hostile", reuse=True) for prompt in prompts]
+    wrong = sum(a["ids"] != e for a, e in zip(answers, native, strict=True))
+    return {"pages": pages, "wrong": wrong, "exact": [a["exact"] for a in answers]}
+
+
+def outage(
+    large: Server, master: subprocess.Popen[bytes], prompts: list[list[int]], pid: int
+) -> dict[str, Any]:
+    """The master hangs for a while, answers again, then dies; the target is asked throughout."""
+    import signal
+
+    native = [ask(large, prompt, "outage")["ids"] for prompt in prompts]
+    pause()
+    found: dict[str, Any] = {"wrong": 0}
+
+    def phase(name: str) -> None:
+        large.flush()
+        rows = []
+        for prompt, expected in zip(prompts, native, strict=True):
+            answer = ask(large, prompt, "outage", reuse=True)
+            found["wrong"] += answer["ids"] != expected
+            rows.append({k: answer[k] for k in ("exact", "reason", "detail", "request_ms", "waited_ms")})
+        found[name] = rows
+
+    phase("before")
+    os.kill(pid, signal.SIGSTOP)
+    phase("hanging")
+    os.kill(pid, signal.SIGCONT)
+    time.sleep(12)  # the breaker closes
+    phase("back")
+    os.kill(pid, signal.SIGKILL)
+    phase("dead")
+    return found
+
+
+def block_cost(exchange: Any, layout: Layout, count: int) -> dict[str, Any]:
+    """Milliseconds of each call for blocks of one layout, one after another."""
+    rows = torch.randn(layout.shape).to(getattr(torch, layout.dtype))
+    keys = [secrets.token_bytes(32) for _ in range(count)]
+    exact = Lineage(hops=0, mappers=[])
+
+    def timed(call: Callable[[bytes], Any]) -> list[float]:
+        times = []
+        for key in keys:
+            started = time.perf_counter()
+            call(key)
+            times.append((time.perf_counter() - started) * 1e3)
+        return times
+
+    put = timed(
+        lambda key: exchange.put(key, model="a" * 64, position=0, layout=layout, lineage=exact, payload=rows)
+    )
+    header = timed(exchange.header)
+    get = timed(lambda key: exchange.get(key, model="a" * 64, layout=layout))
+    started = time.perf_counter()
+    exchange.headers(keys)
+    together = (time.perf_counter() - started) * 1e3 / count
+    megabytes = layout.nbytes / 1e6
+    return {
+        "megabytes": megabytes,
+        "blocks": count,
+        "put_ms": statistics.median(put),
+        "get_ms": statistics.median(get),
+        "header_ms": statistics.median(header),
+        "headers_together_ms": together,
+        "get_mb_per_s": megabytes / statistics.median(get) * 1e3,
+        "note": "get and put include sha256 over the block and its copy",
+    }
+
+
+def layout_of(name: str) -> Layout:
+    from kvhub.model.identify import identify
+
+    shape = identify(servers.ROOT / "models" / name, dtype="float32").geometry
+    return Layout(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype="float32",
+    )
+
+
+def inside(prefix: str, home: str) -> None:
+    """On the router's host."""
+    from kvhub.exchange.mooncake import open_mooncake
+    from kvhub.model.identify import identify
+
+    ids = servers.token_ids(slice(20000, 90000))
+    texts = [ids[i * 700 : (i + 1) * 700] for i in range(20)]
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvhub-mooncake-")))
+        key = folder / "secret"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(32))
+        url = f"mooncake://{HOSTS['store']}:{RPC}"
+        master = stack.enter_context(store(prefix, folder))
+        live = {
+            name: serve(stack, prefix, name, home, f"{url}?secret={key}", folder)
+            for name in ("small", "large")
+        }
+        for server in live.values():
+            server.wait()
+            log = server.log.read_text(errors="replace")
+            assert "kvhub serves" in log, log[-3000:]
+        small, large = live["small"], live["large"]
+        result: dict[str, Any] = {"machine": machine.describe(), "hosts": len(HOSTS)}
+        before = {host: wire_bytes(prefix, host) for host in HOSTS}
+        result["conversations"] = conversations(small, large, texts[:8])
+        result["wire_bytes"] = {host: wire_bytes(prefix, host) - before[host] for host in HOSTS}
+        result["exact"] = exact_answers(large, [t[:330] for t in texts[8:14]], "exact")
+        stranger = open_mooncake(f"{url}?local={HOSTS['router']}")
+        digest = identify(servers.ROOT / "models" / "large", dtype="float32").digest
+        result["hostile"] = hostile(large, stranger, [t[:330] for t in texts[14:17]], digest)
+        big = Layout(num_layers=64, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+        result["block"] = {"shipped": block_cost(stranger, layout_of("large"), 32)}
+        result["block"]["qwen3-32b"] = block_cost(stranger, big, 8)
+        pid = master.pid  # ip netns exec becomes the program
+        result["outage"] = outage(large, master, [t[:330] for t in texts[17:20]], pid)
+        for server in live.values():
+            log = server.log.read_text(errors="replace")
+            assert server.process.poll() is None and "kvhub is off" not in log, log[-3000:]
+        turns = [t for talk in result["conversations"] for t in talk]
+        result["summary"] = {
+            "turns": len(turns),
+            "turns_with_mapped": sum(t["mapped"] > 0 for t in turns),
+            "mapped": sum(t["mapped"] for t in turns),
+            "exact": sum(t["exact"] for t in turns),
+            "prefilled": sum(t["prefilled"] for t in turns),
+            "wrong": result["exact"]["wrong"] + result["hostile"]["wrong"] + result["outage"]["wrong"],
+        }
+        print(result["summary"])
+        print(machine.write("mooncake", result))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--home", help="KVHUB_HOME with mappers of the shipped pair; fitted if absent")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if reason := mooncake.missing():
+        sys.exit(reason)
+    if chosen.inside:
+        inside(chosen.inside, chosen.home)
+        return
+    prefix = f"kvhub{os.getpid()}"
+    with servers.fitted_home(chosen.home) as home, hosts(prefix):
+        command = [sys.executable, "-m", "benchmarks.mooncake", "--inside", prefix, "--home", home]
+        subprocess.run(on(prefix, "router", command), check=True, cwd=servers.ROOT)
+
+
+if __name__ == "__main__":
+    main()
