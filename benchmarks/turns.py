@@ -5,7 +5,7 @@
 Offline, with the same mappers and rules as serving (blocks of 64, own rows before mapped ones, hop limit,
 exact first tokens, native tail, healing between turns), and transformers instead of SGLang: a live server
 gives no whole distributions. That a server's mapped cache gives the log-probabilities of this path to 1e-4
-is a test of the suite. Text is held out; every turn is a message of 48 tokens and an answer of 16,
+is a test of the suite. Text is held out; every turn is a message of 112 tokens and an answer of 16,
 teacher-forced.
 
 At each turn the model in use is compared with itself on its own native cache of the same tokens, on the
@@ -33,7 +33,7 @@ from kvhub.mapper.cache import as_layer, as_rows
 from kvhub.model.load import LoadedModel, load_model
 
 BLOCK, MIN_SPAN = 64, 64
-FIRST, MESSAGE, ANSWER = 208, 48, 16
+FIRST, MESSAGE, ANSWER = 250, 112, 16
 """Tokens of the first message, of each later one, and of each answer."""
 
 
@@ -53,9 +53,8 @@ POLICIES: dict[str, Policy] = {
     "own rows alone": Policy(reuse=False),
     "1 hop": Policy(),
     "2 hops": Policy(max_hops=2),
-    "8 hops": Policy(max_hops=8),
     "1 hop, sink 4": Policy(exact_prefix=4),
-    "1 hop, sink 64": Policy(exact_prefix=64),
+    "9 hops": Policy(max_hops=9),
     "1 hop, tail 64": Policy(native_tail=64),
     "1 hop, sink 4, tail 64": Policy(exact_prefix=4, native_tail=64),
     "2 hops, sink 4": Policy(max_hops=2, exact_prefix=4),
