@@ -10,7 +10,8 @@ import errno
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from kvhub import __version__
@@ -27,6 +28,23 @@ ATTEMPTS = 4
 LONGEST_WAIT = 60.0
 """Seconds; a longer Retry-After is not waited for."""
 LOGIN = "set HF_TOKEN or run `hf auth login`"
+
+
+class NoXet(Unreachable):
+    """The Hub has no xet storage (one of a team's own): files go and come without it."""
+
+
+@contextmanager
+def without_xet() -> Iterator[None]:
+    """Let the client send files as LFS has it, for the time of the block."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_DISABLE_XET
+    constants.HF_HUB_DISABLE_XET = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_DISABLE_XET = before
 
 
 def api() -> HfApi:
@@ -74,7 +92,7 @@ def ask(
         except KvhubError:
             raise
         except Exception as error:
-            wait = _wait(error, attempt)
+            wait = None if _lacks_xet(error) else _wait(error, attempt)
             if wait is None or attempt == ATTEMPTS - 1:
                 raise explain(error, what, revision) from error
             sleep(wait)
@@ -112,6 +130,8 @@ def explain(error: Exception, what: str, revision: str | None = None) -> KvhubEr
         )
     if isinstance(error, PermissionError):
         return AccessDenied(f"may not write {error.filename}", "set KVHUB_HOME to a directory of yours")
+    if _lacks_xet(error):
+        return NoXet(f"the Hub has no xet storage for {what}", "set HF_HUB_DISABLE_XET=1")
     if "xet" in str(error).lower():
         return Unreachable(
             f"the Hub's xet storage does not answer for {what}", "try again with HF_HUB_DISABLE_XET=1"
@@ -153,6 +173,11 @@ def _wait(error: Exception, attempt: int) -> float | None:
     if asked.isdigit():
         return float(asked) if float(asked) <= LONGEST_WAIT else None
     return 2.0**attempt * random.uniform(0.5, 1.0)
+
+
+def _lacks_xet(error: Exception) -> bool:
+    """Whether the place where the client fetches its key to xet storage is not there."""
+    return _status(error) is None and "-token/" in str(error) and "xet" in str(error) and "404" in str(error)
 
 
 def _status(error: Exception) -> int | None:

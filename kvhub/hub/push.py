@@ -119,9 +119,15 @@ def push(
         message or f"kvhub mapper {manifest.digest[:12]}: {manifest.source.name} -> {manifest.target.name}"
     )
     stale = _stale(present, sent, wanted)
-    commit, proposal = _commit(
-        hub, repo_id, sent, stale, title, head.sha, create_pr=create_pr, progress=progress
-    )
+
+    def send() -> tuple[str, str | None]:
+        return _commit(hub, repo_id, sent, stale, title, head.sha, create_pr=create_pr, progress=progress)
+
+    try:
+        commit, proposal = send()
+    except client.NoXet:
+        with client.without_xet():
+            commit, proposal = send()
     _compare(_info(hub, repo_id, commit), wanted, manifest)
     if tag and taken != commit:
         client.ask(repo_id, lambda: hub.create_tag(repo_id, tag=tag, revision=commit))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +18,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub
     import huggingface_hub.constants
 
     with LoopbackHub(tmp_path / "hub").serve() as served:
-        for name, value in {**served.environment, "HF_HOME": str(tmp_path / "hf")}.items():
+        xet = os.environ.get("KVHUB_TEST_XET") == "1"  # tools/clients.py
+        chosen = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "0" if xet else "1"}
+        for name, value in (served.environment | chosen).items():
             monkeypatch.setenv(name, value)
         # Read once, at import, which another test may have done already.
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", not xet)
         yield served
 
 

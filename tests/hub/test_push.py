@@ -181,3 +181,15 @@ def test_a_taken_tag_is_refused_before_anything_is_written(
         push(tmp_path / "2", REPO, tag="v1")
     repo = hub.store.repos[REPO]
     assert repo.tags == {"v1": first.commit} and len(repo.commits) == before
+
+
+def test_a_hub_without_xet_storage_is_pushed_to_all_the_same(
+    hub: LoopbackHub, home: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
+    publishable(tmp_path / "made")
+    assert push(tmp_path / "made", REPO).commit == hub.store.repos[REPO].head.sha
+    assert huggingface_hub.constants.HF_HUB_DISABLE_XET is False
+    assert len([path for _, path, _, _ in hub.log if "xet-write-token" in path]) <= 1
