@@ -83,7 +83,8 @@ class Points:
             name: sign * np.array([float(row[name]) for row in rows]) for name, sign in LOSSES.items()
         }
         self.predictors = {
-            name: (-1 if name in HIGHER_IS_BETTER else 1) * np.array([float(row[name]) for row in rows])
+            name: (-1 if name in HIGHER_IS_BETTER else 1)
+            * np.array([float(row[name]) if row[name] else np.nan for row in rows])
             for name in names
         }
 
@@ -101,8 +102,12 @@ class Points:
 
 
 def measures(points: Points, name: str, loss: str, rows: NDArray[np.intp], copies: NDArray[np.str_]) -> Array:
-    """(pooled, within, across)."""
+    """(pooled, within, across), over the points that have the predictor."""
+    have = ~np.isnan(points.predictors[name][rows])
+    rows, copies = rows[have], copies[have]
     x, y = points.predictors[name][rows], points.loss[loss][rows]
+    if len(rows) < 4:
+        return np.full(3, np.nan)
     return np.array([spearman(x, y), grouped(x, y, copies, 4), grouped(x, y, points.recipe[rows], 4)])
 
 

@@ -268,11 +268,14 @@ def main() -> None:
 
 
 def append(path: Path, values: dict[str, Any]) -> None:
-    """One line of the table, with a head where it is the first."""
-    new = not path.exists()
+    """One line of the table, with a head where it is the first; what was not measured stays empty."""
+    names = list(values)
+    if path.exists():
+        with path.open(newline="") as file:
+            names = next(csv.reader(file))
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(values))
-        if new:
+        writer = csv.DictWriter(file, fieldnames=names, restval="", lineterminator="\n")
+        if file.tell() == 0:
             writer.writeheader()
         writer.writerow(
             {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in values.items()}
