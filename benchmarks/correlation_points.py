@@ -68,12 +68,10 @@ RECIPES = [
     Recipe("kall", 0),
     Recipe("k4-weak", 4, Regularization(1e-6)),
     Recipe("k4-strong", 4, Regularization(3e-2)),
-    Recipe("local-k1", 1, support="head-local"),
     Recipe("local-k4", 4, support="head-local"),
-    Recipe("k4-short", 4, short=True),
     Recipe("k4-short-weak", 4, Regularization(1e-6), short=True),
 ]
-SHORT = 12
+SHORT = 10
 """Windows of a short fit."""
 
 
@@ -211,12 +209,12 @@ def main() -> None:
     parser.add_argument(
         "--mapper", action="append", default=[], help="NAME=DIR, of the pair's first direction"
     )
-    parser.add_argument("--sequences", type=int, default=120)
+    parser.add_argument("--sequences", type=int, default=60)
     parser.add_argument("--length", type=int, default=256, help="of calibration windows")
     parser.add_argument("--stride", type=int, default=2)
     parser.add_argument("--prefix", type=int, default=192)
     parser.add_argument("--tail", type=int, default=64)
-    parser.add_argument("--windows", type=int, default=8, help="held-out windows a text")
+    parser.add_argument("--windows", type=int, default=6, help="held-out windows a text")
     parser.add_argument("--captures", type=Path)
     parser.add_argument("--turn", type=int, action="append", choices=[0, 1], help="one direction only")
     parser.add_argument("--dtype", default="float32")
@@ -239,7 +237,7 @@ def main() -> None:
         sides = tuple(Side.of(model, store) for model, store in zip(models, stores, strict=True))
         moments = take_moments((sides[0], sides[1]), list(windows.fit), given.stride)
         print(f"{paths[0].name}, {paths[1].name}: moments {time.monotonic() - started:.0f} s", flush=True)
-        fitted = [window[:length] for window in windows.fit[:3]]
+        fitted = [window[:length] for window in windows.fit[:2]]
         for turn in given.turn or (0, 1):
             source, target = models[turn], models[1 - turn]
             sums = moments if turn == 0 else (moments[0].reversed(), moments[1].reversed())

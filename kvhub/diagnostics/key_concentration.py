@@ -20,12 +20,12 @@ def key_error_concentration(queries: Tensor, native: Tensor, mapped: Tensor) -> 
 
     1: the error is spread evenly; above 1: it lies in directions that queries use. The paper leaves the
     norm and the space open; here errors are squared and both sides carry RoPE, so that e . q is the error
-    of a logit. A head without error has 1.
+    of a logit. A head without error has 1. No decomposition is made: sum_j s_j^2 (e . v_j)^2 = e^T Q^T Q e.
     """
-    errors = per_query_head(mapped.double() - native.double(), queries.shape[0])
-    _, singular, right = torch.linalg.svd(queries.double(), full_matrices=False)
-    energy = singular.square()  # [heads, r]
-    along = (errors @ right.transpose(-1, -2)).square().mean(1)  # [heads, r]: c_j
-    seen = (energy * along).sum(-1) / energy.sum(-1)
+    q = queries.double()
+    errors = per_query_head(mapped.double() - native.double(), len(q))
+    metric = q.transpose(-1, -2) @ q  # [heads, d, d]
+    energy = metric.diagonal(dim1=-2, dim2=-1).sum(-1)
+    seen = ((errors @ metric) * errors).sum(-1).mean(-1) / energy
     mean = errors.square().sum(-1).mean(-1) / errors.shape[-1]  # over all d directions, seen or not
     return torch.where(mean > 0, seen / torch.where(mean > 0, mean, 1.0), 1.0)
