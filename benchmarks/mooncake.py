@@ -324,7 +324,7 @@ def inside(prefix: str, home: str) -> None:
             for name in ("small", "large")
         }
         for server in live.values():
-            server.wait()
+            server.wait(servers.PATIENCE)
             log = server.log.read_text(errors="replace")
             assert "kvhub serves" in log, log[-3000:]
         small, large = live["small"], live["large"]

@@ -132,7 +132,7 @@ def main() -> None:
         ]
         live = [servers.start(stack, name, home, exchange, settings=patient, **o) for name, o in options]
         for server in live:
-            server.wait()
+            server.wait(servers.PATIENCE)
         small, one, two = live
         log = two.log.read_text(errors="replace")
         assert log.count("kvhub serves") == 2, log[-3000:]  # both ranks

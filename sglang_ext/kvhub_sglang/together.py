@@ -15,7 +15,7 @@ from kvhub.exchange import Block, Lineage
 from kvhub_sglang.plan import BlockSource, Plan
 from kvhub_sglang.ranks import Ranks
 from kvhub_sglang.refusal import Code, Refusal
-from kvhub_sglang.stage import Found
+from kvhub_sglang.stage import Found, Stage
 
 if TYPE_CHECKING:
     from kvhub_sglang.serving import Serving
@@ -72,19 +72,24 @@ def outcome(serving: Serving, plan: Plan, read: Callable[[BlockSource], Block]) 
 def _listen(serving: Serving, plan: Plan, read: Callable[[BlockSource], Block]) -> Found | None:
     """Rank 0 tells what it found, once it is done; the others begin to read it."""
     stage, ranks = plan.stage, serving.ranks
-    told = ranks.share(_said(stage) if stage is not None else None)
+    done = stage is not None and stage.done
+    told = ranks.share(_said(stage, done) if stage is not None else None)
     if told is None:
         return None
     found = _heard(serving, told)
-    if stage is not None and not stage.found.blocks:
-        found = _ended(serving, plan, stage.done)  # with its own reason
     if not found.blocks:
         plan.staging = False
+        return _ended(serving, plan, done) if stage is not None else found
+
+    def look() -> Found:
+        for candidate in {source.candidate for source in found.blocks.values()} - {None}:
+            assert candidate is not None
+            candidate.make_ready()
         return found
 
     def start() -> None:
         if stage is None:
-            plan.stage = serving.stager.start(lambda: found, read)
+            plan.stage = serving.stager.start(look, read)
 
     try:
         on_all(ranks, start)
@@ -127,8 +132,9 @@ def _ended(serving: Serving, plan: Plan, done: bool) -> Found:
     return Found({}, Refusal(Code.SLOW, f"not read within {waited * 1e3:.0f} ms"))
 
 
-def _said(stage: Any) -> list[list[Any]] | None:
-    if not stage.done:
+def _said(stage: Stage, done: bool) -> list[list[Any]] | None:
+    """The blocks that rank 0 found; none if its time is up; None while it still looks."""
+    if not done:
         return [] if stage.late else None
     return [
         [
