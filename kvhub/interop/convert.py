@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import shutil
 import tempfile
@@ -10,16 +11,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 
+from torch import Tensor
+
 from kvhub import __version__
 from kvhub.artifact.manifest import Calibration, FitScores, Manifest
-from kvhub.artifact.open import open_tensors
 from kvhub.artifact.read import verify_artifact
 from kvhub.artifact.write import write_artifact
 from kvhub.catalog import register
-from kvhub.errors import AccessDenied, BadInput, Incompatible, NotFound
+from kvhub.errors import AccessDenied, BadInput, Incompatible, KvhubError, NotFound
 from kvhub.hub.store import exclusive
 from kvhub.interop import kvtransfer, semantic_router, veloxquant
 from kvhub.interop.dense import Dense, from_artifact
+from kvhub.interop.streaming import Made, tensors_of
 from kvhub.model.identity import ModelIdentity
 from kvhub.model.pair import check_pair
 from kvhub.settings import Settings
@@ -59,11 +62,15 @@ def import_mapper(
     dense: Dense = LAYOUTS[name].read(directory, source, target)
     dense = dense.ascending()
     manifest = _manifest(dense, source, target, _digest(directory))
-    tensors = {}
-    for (t, side), weight in dense.weights.items():
-        tensors[f"layers.{t}.{side}.weight"] = weight
-        shape = (target.geometry.num_kv_heads, target.geometry.head_dim)
-        tensors[f"layers.{t}.{side}.bias"] = dense.biases[t, side].view(shape)
+    shape = (target.geometry.num_kv_heads, target.geometry.head_dim)
+
+    def ours(name: str) -> Tensor:
+        _, t, side, part = name.split(".")
+        return dense.weights[int(t), side] if part == "weight" else dense.biases[int(t), side].view(shape)
+
+    tensors = Made(
+        [f"layers.{t}.{side}.{part}" for t, side in dense.weights for part in ("weight", "bias")], ours
+    )
     settings.mappers.mkdir(mode=0o700, parents=True, exist_ok=True)
     place = settings.mappers / f".import-{manifest.calibration.digest[:16]}"
     with exclusive(settings.mappers):
@@ -88,27 +95,32 @@ def export_mapper(directory: Path, output: Path, layout: str, *, drop_exact_pref
     manifest = verify_artifact(directory, deep=True)
     if manifest.family != "ridge":
         raise Incompatible(f"mappers of family {manifest.family!r} have no such layout", code="family")
+    if manifest.weights_dtype == "int8":
+        raise Incompatible("int8 weights have no such layout", "export what it was made from", code="family")
     if manifest.exact_prefix and not drop_exact_prefix:
         raise Incompatible(
             f"the first {manifest.exact_prefix} positions must be the target's own; {layout} cannot say so",
             "--drop-exact-prefix exports it all the same; whoever applies it must see to that",
             code="exact_prefix",
         )
-    written = LAYOUTS[layout].files(manifest, from_artifact(manifest, open_tensors(directory, manifest)))
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise BadInput(f"{output} exists already", "choose another directory")
+    dense = from_artifact(manifest, tensors_of(directory, manifest))
+    if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
+        raise BadInput(f"{output} exists already", "nothing is overwritten: choose another directory")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         staged = Path(tempfile.mkdtemp(prefix=f".{output.name[:64]}.", dir=output.parent))
         try:
-            for name, data in written.items():
-                (staged / name).write_bytes(data)
+            LAYOUTS[layout].write(staged, manifest, dense)
             staged.chmod(0o755)
             staged.rename(output)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
     except OSError as error:
-        raise AccessDenied(f"cannot write {output}: {error.strerror}") from None
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise KvhubError("the disk is full", "make room, or write elsewhere; nothing was kept") from None
+        raise AccessDenied(
+            f"cannot write {output}: {error.strerror}", "choose a directory that you may write"
+        ) from None
     return manifest
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvhub.artifact.manifest import Manifest
 from kvhub.errors import Corrupt, Incompatible
+from kvhub.interop.streaming import Made, read_tensor
 from kvhub.model.headers import read_header
 from kvhub.model.identity import ModelIdentity
 from kvhub.strict_json import parse_object, read_bounded, shown
@@ -27,40 +28,44 @@ class Dense:
 
     source_layers: per target layer, in the order of the blocks of rows. weights: `[k * F_s, F_t]`,
     biases: `[F_t]`, by target layer and side; float32. F is a layer's width, heads times head size,
-    head by head.
+    head by head. Both mappings may make a tensor whenever it is asked for.
     """
 
     layout: str
     name: str
     source_layers: list[list[int]]
     strength: float
-    weights: dict[tuple[int, str], Tensor]
-    biases: dict[tuple[int, str], Tensor]
+    weights: Mapping[tuple[int, str], Tensor]
+    biases: Mapping[tuple[int, str], Tensor]
     notes: list[str] = field(default_factory=list)
 
     def ascending(self) -> Dense:
         """The same map with every list of source layers in ascending order, as our manifest wants it."""
-        weights = {}
-        for (layer, side), weight in self.weights.items():
-            chosen = self.source_layers[layer]
+
+        def ordered(key: tuple[int, str]) -> Tensor:
+            chosen, weight = self.source_layers[key[0]], self.weights[key]
             blocks = weight.view(len(chosen), -1, weight.shape[1])
             order = sorted(range(len(chosen)), key=chosen.__getitem__)
-            weights[layer, side] = blocks[order].reshape(weight.shape)
+            return blocks[order].reshape(weight.shape)
+
         layers = [sorted(chosen) for chosen in self.source_layers]
+        weights = Made(self.weights, ordered)
         return Dense(self.layout, self.name, layers, self.strength, weights, self.biases, self.notes)
 
 
 def from_artifact(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Dense:
     """One of ours; a head-local mapper becomes block-diagonal, which maps the same."""
-    source, target = manifest.source.geometry, manifest.target.geometry
-    weights, biases = {}, {}
-    for layer in range(target.num_layers):
-        for side in SIDES:
-            weight = tensors[f"layers.{layer}.{side}.weight"].float()
-            if manifest.support == "head-local":
-                weight = _spread(weight, manifest.k, source.head_dim)
-            weights[layer, side] = weight
-            biases[layer, side] = tensors[f"layers.{layer}.{side}.bias"].float().flatten()
+    source = manifest.source.geometry
+
+    def weight(key: tuple[int, str]) -> Tensor:
+        stored = tensors[f"layers.{key[0]}.{key[1]}.weight"].float()
+        return _spread(stored, manifest.k, source.head_dim) if manifest.support == "head-local" else stored
+
+    def bias(key: tuple[int, str]) -> Tensor:
+        return tensors[f"layers.{key[0]}.{key[1]}.bias"].float().flatten()
+
+    keys = [(layer, side) for layer in range(manifest.target.geometry.num_layers) for side in SIDES]
+    weights, biases = Made(keys, weight), Made(keys, bias)
     return Dense("kvhub", manifest.digest, manifest.source_layers, manifest.regularization, weights, biases)
 
 
@@ -78,13 +83,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_object(read_bounded(path, limit=JSON_LIMIT), path.name)
 
 
-def read_tensors(path: Path, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def read_tensors(path: Path, expected: Mapping[str, tuple[int, ...]]) -> Made[str]:
     """Exactly the expected tensors, float32 and finite; the header is checked before anything is mapped.
 
-    Errors: `NotFound`, `Corrupt`.
+    Each is read, and its values checked, when it is asked for. Errors (also then): `NotFound`, `Corrupt`.
     """
-    from safetensors import SafetensorError, safe_open
-
     if path.is_symlink():
         raise Corrupt(f"{path.name} is a symlink")
     header = read_header(path)
@@ -98,17 +101,14 @@ def read_tensors(path: Path, expected: Mapping[str, tuple[int, ...]]) -> dict[st
             raise Corrupt(
                 f"{path.name}: {name!r} is {entry.dtype} {list(entry.shape)}, not {list(expected[name])}"
             )
-    tensors = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in expected:
-                tensors[name] = file.get_tensor(name).to(torch.float32, copy=True)
-    except (SafetensorError, OSError) as error:
-        raise Corrupt(f"{path.name} cannot be read: {shown(error)}") from None
-    for name, tensor in tensors.items():
+
+    def read(name: str) -> Tensor:
+        tensor = read_tensor(path, name).to(torch.float32)
         if not bool(torch.isfinite(tensor).all()):
             raise Corrupt(f"{path.name}: {name!r} has NaN or infinite values")
-    return tensors
+        return tensor
+
+    return Made(expected, read)
 
 
 def layers_of(value: Any, source: ModelIdentity, target: ModelIdentity, where: str) -> list[list[int]]:

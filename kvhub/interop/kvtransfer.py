@@ -6,15 +6,16 @@ Tensors `K.W.{l}` `[k * width, width]`, `K.b.{l}`, `V.W.{l}`, `V.b.{l}`; source 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save
+from torch import Tensor
 
 from kvhub.artifact.manifest import Manifest
 from kvhub.errors import Corrupt, Incompatible
 from kvhub.interop.dense import SIDES, Dense, demand, layers_of, number, read_json, read_tensors
+from kvhub.interop.streaming import Made, write_safetensors
 from kvhub.model.identity import ModelIdentity
 from kvhub.strict_json import shown
 
@@ -60,17 +61,20 @@ def read(directory: Path, source: ModelIdentity, target: ModelIdentity) -> Dense
         shown(f"{content['source'].get('name')} -> {content['target'].get('name')}", 200),
         layers,
         number(content, "lam", "mapper.json"),
-        {(t, side): tensors[f"{side.upper()}.W.{t}"] for t, side in keys},
-        {(t, side): tensors[f"{side.upper()}.b.{t}"] for t, side in keys},
+        Made(keys, lambda key: tensors[f"{key[1].upper()}.W.{key[0]}"]),
+        Made(keys, lambda key: tensors[f"{key[1].upper()}.b.{key[0]}"]),
     )
 
 
-def files(manifest: Manifest, dense: Dense) -> dict[str, bytes]:
-    """The two files."""
-    tensors = {}
-    for (t, side), weight in dense.weights.items():
-        tensors[f"{side.upper()}.W.{t}"] = weight.to(torch.float32).contiguous()
-        tensors[f"{side.upper()}.b.{t}"] = dense.biases[t, side].to(torch.float32).contiguous()
+def write(directory: Path, manifest: Manifest, dense: Dense) -> None:
+    """The two files. Errors: `Incompatible` for what the layout cannot say, before anything is written."""
+    rows, columns = manifest.k * manifest.source.geometry.features, manifest.target.geometry.features
+    names: dict[str, tuple[str, tuple[int, str]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for t, side in dense.weights:
+        for part, shape in (("W", (rows, columns)), ("b", (columns,))):
+            name = f"{side.upper()}.{part}.{t}"
+            names[name], shapes[name] = (part, (t, side)), shape
     content = {
         "format": FORMAT,
         "paper": "arXiv:2608.03893",
@@ -81,10 +85,16 @@ def files(manifest: Manifest, dense: Dense) -> dict[str, bytes]:
         "key_space": "content",
         "selected": manifest.source_layers,
         "fit_r2": {"K": manifest.fit_scores.r2_key, "V": manifest.fit_scores.r2_value},
-        "n_params": sum(tensor.numel() for tensor in tensors.values()),
+        "n_params": sum(math.prod(shape) for shape in shapes.values()),
         "meta": {"kvhub_digest": manifest.digest},
     }
-    return {"mapper.json": json.dumps(content, indent=2).encode(), "mapper.safetensors": save(tensors)}
+    (directory / "mapper.json").write_text(json.dumps(content, indent=2))
+
+    def make(name: str) -> Tensor:
+        part, key = names[name]
+        return dense.weights[key] if part == "W" else dense.biases[key]
+
+    write_safetensors(directory / "mapper.safetensors", shapes, make)
 
 
 def _spec(model: ModelIdentity) -> dict[str, Any]:

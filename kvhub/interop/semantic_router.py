@@ -12,12 +12,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save
+from torch import Tensor
 
 from kvhub.artifact.manifest import Manifest
 from kvhub.errors import Corrupt, Incompatible
 from kvhub.interop.dense import SIDES, Dense, demand, layers_of, number, read_json, read_tensors, uniform
+from kvhub.interop.streaming import Made, write_safetensors
 from kvhub.model.identity import ModelIdentity
 from kvhub.strict_json import read_bounded, shown
 
@@ -73,24 +73,31 @@ def read(directory: Path, source: ModelIdentity, target: ModelIdentity) -> Dense
         shown(content.get("mapper_id"), 200),
         layers,
         number(content, "ridge_alpha", "manifest.json"),
-        {(t, side): tensors[f"target.{t}.{side}.W"] for t, side in keys},
-        {(t, side): tensors[f"target.{t}.{side}.b"] for t, side in keys},
+        Made(keys, lambda key: tensors[f"target.{key[0]}.{key[1]}.W"]),
+        Made(keys, lambda key: tensors[f"target.{key[0]}.{key[1]}.b"]),
     )
 
 
-def files(manifest: Manifest, dense: Dense) -> dict[str, bytes]:
-    """The three files. Errors: `Incompatible` for a pair that the layout cannot say."""
+def write(directory: Path, manifest: Manifest, dense: Dense) -> None:
+    """The three files. Errors: `Incompatible` for what the layout cannot say, before anything is written."""
     uniform(manifest)
-    tensors = {}
-    for (t, side), weight in dense.weights.items():
-        tensors[f"target.{t}.{side}.W"] = weight.to(torch.float32).contiguous()
-        tensors[f"target.{t}.{side}.b"] = dense.biases[t, side].to(torch.float32).contiguous()
-    written = {
-        "manifest.json": (json.dumps(_manifest(manifest), indent=2, sort_keys=True) + "\n").encode(),
-        "weights.safetensors": save(tensors),
-    }
-    sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in written.items())
-    return written | {"SHA256SUMS": sums.encode()}
+    rows, columns = manifest.k * manifest.source.geometry.features, manifest.target.geometry.features
+    shapes: dict[str, tuple[int, ...]] = {}
+    for t, side in dense.weights:
+        shapes |= {f"target.{t}.{side}.W": (rows, columns), f"target.{t}.{side}.b": (columns,)}
+
+    def make(name: str) -> Tensor:
+        _, t, side, part = name.split(".")
+        return (dense.weights if part == "W" else dense.biases)[int(t), side]
+
+    text = json.dumps(_manifest(manifest), indent=2, sort_keys=True) + "\n"
+    (directory / "manifest.json").write_text(text)
+    write_safetensors(directory / "weights.safetensors", shapes, make)
+    sums = []
+    for name in FILES[:2]:
+        with (directory / name).open("rb") as file:
+            sums.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
+    (directory / "SHA256SUMS").write_text("".join(sums))
 
 
 def _manifest(manifest: Manifest) -> dict[str, Any]:

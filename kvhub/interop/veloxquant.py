@@ -10,8 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save
+from torch import Tensor
 
 from kvhub.artifact.manifest import Manifest
 from kvhub.errors import Corrupt, Incompatible
@@ -26,6 +25,7 @@ from kvhub.interop.dense import (
     theta,
     uniform,
 )
+from kvhub.interop.streaming import Made, write_safetensors
 from kvhub.model.identity import ModelIdentity
 from kvhub.strict_json import shown
 
@@ -76,21 +76,26 @@ def read(directory: Path, source: ModelIdentity, target: ModelIdentity) -> Dense
         " -> ".join(names),
         layers,
         number(config, "ridge_lambda", "manifest.json"),
-        {(t, side): tensors[f"{t}.w_{side}"].permute(1, 0, 2).reshape(rows, -1) for t, side in keys},
-        {(t, side): tensors[f"{t}.b_{side}"].flatten() for t, side in keys},
+        Made(keys, lambda key: tensors[f"{key[0]}.w_{key[1]}"].permute(1, 0, 2).reshape(rows, -1)),
+        Made(keys, lambda key: tensors[f"{key[0]}.b_{key[1]}"].flatten()),
     )
 
 
-def files(manifest: Manifest, dense: Dense) -> dict[str, bytes]:
-    """The two files, in float32: their reader takes any dtype. Errors: `Incompatible`."""
+def write(directory: Path, manifest: Manifest, dense: Dense) -> None:
+    """The two files, in float32: their reader takes any dtype. Errors: `Incompatible`, before any write."""
     uniform(manifest)
-    shape = manifest.target.geometry
-    tensors = {}
-    for (t, side), weight in dense.weights.items():
-        heads = weight.view(weight.shape[0], shape.num_kv_heads, shape.head_dim).permute(1, 0, 2)
-        tensors[f"{t}.w_{side}"] = heads.to(torch.float32).contiguous()
-        bias = dense.biases[t, side].view(shape.num_kv_heads, shape.head_dim)
-        tensors[f"{t}.b_{side}"] = bias.to(torch.float32).contiguous()
+    heads, size = manifest.target.geometry.num_kv_heads, manifest.target.geometry.head_dim
+    rows = manifest.k * manifest.source.geometry.features
+    shapes: dict[str, tuple[int, ...]] = {}
+    for t, side in dense.weights:
+        shapes |= {f"{t}.w_{side}": (heads, rows, size), f"{t}.b_{side}": (heads, size)}
+
+    def make(name: str) -> Tensor:
+        t, part, side = name.replace(".", "_").split("_")
+        if part == "b":
+            return dense.biases[int(t), side].view(heads, size)
+        return dense.weights[int(t), side].view(rows, heads, size).permute(1, 0, 2)
+
     given = manifest.calibration
     r2 = [manifest.fit_scores.r2_key, manifest.fit_scores.r2_value]
     content = {
@@ -116,10 +121,8 @@ def files(manifest: Manifest, dense: Dense) -> dict[str, bytes]:
             for t, chosen in enumerate(manifest.source_layers)
         ],
     }
-    return {
-        "manifest.json": json.dumps(content, indent=2).encode(),
-        "mapper.safetensors": save(tensors),
-    }
+    (directory / "manifest.json").write_text(json.dumps(content, indent=2))
+    write_safetensors(directory / "mapper.safetensors", shapes, make)
 
 
 def _spec(model: ModelIdentity) -> dict[str, Any]:

@@ -185,3 +185,50 @@ def test_numbers_that_are_none(home: Settings, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "theirs" / "mapper.safetensors")
     with pytest.raises(Corrupt, match="NaN"):
         import_mapper(tmp_path / "theirs", SOURCE, TARGET)
+
+
+def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
+    made(tmp_path / "ours")
+    (tmp_path / "empty").mkdir()
+    export_mapper(tmp_path / "ours", tmp_path / "empty", "kvtransfer")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("empty", "file", "full", "link"):
+        with pytest.raises(BadInput, match="exists already") as caught:
+            export_mapper(tmp_path / "ours", tmp_path / name, "kvtransfer")
+        assert caught.value.hint
+    assert (tmp_path / "full" / "mine").read_text() == (tmp_path / "file").read_text() == "mine"
+    assert not (tmp_path / "nowhere").exists()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_neither_way_holds_more_than_a_tensor(home: Settings, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Tensors that are alive at once, of those that were read: two to put one into another form."""
+    import gc
+    import weakref
+
+    from kvhub.interop import dense, streaming
+
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = []
+    real = streaming.read_tensor
+
+    def watched(path: Path, name: str) -> torch.Tensor:
+        gc.collect()
+        most.append(len(alive))
+        tensor = real(path, name)
+        alive.add(tensor)
+        return tensor
+
+    for module in (streaming, dense):
+        monkeypatch.setattr(module, "read_tensor", watched)
+    made(tmp_path / "ours")
+    monkeypatch.setattr("kvhub.artifact.write.SHARD_BYTES", 1000)  # a shard is what the writer holds
+    for layout in LAYOUTS:
+        export_mapper(tmp_path / "ours", tmp_path / layout, layout)
+        assert max(most) <= 1, layout
+        import_mapper(tmp_path / layout, SOURCE, TARGET)
+        assert max(most) <= 4, layout  # of one shard: K and V of a layer, weight and bias
+        most.clear()
