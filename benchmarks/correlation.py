@@ -1,6 +1,6 @@
 """Which diagnostic leads where the loss goes? Correlations over the points of `correlation_points.py`.
 
-    python benchmarks/correlation.py [--points benchmarks/results/correlation.csv]
+    python -m benchmarks.correlation [--points benchmarks/results/correlation.csv]
 
 Every diagnostic is compared with the loss on other windows (excess NLL; KL; top-1 lost), in three ways:
 

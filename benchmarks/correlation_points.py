@@ -1,6 +1,6 @@
 """Points for `correlation.py`: pair x direction x recipe, every diagnostic beside the loss it should predict.
 
-    python benchmarks/correlation_points.py --pair SMALL LARGE --text wiki.utf8 --text c4.utf8 \\
+    python -m benchmarks.correlation_points --pair SMALL LARGE --text wiki.utf8 --text c4.utf8 \\
         --text tiny.utf8 --other code.utf8 --output benchmarks/results/correlation.csv
 
 For each pair the moments of both directions are taken once; a recipe is then a solve. Held-out windows are
