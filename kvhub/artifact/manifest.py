@@ -59,6 +59,8 @@ class CurvePoint(Record):
     kl: float
     """KL(native || mapped), nat a token."""
     top1: float
+    recipe: Text | None = None
+    """What else the candidate differs in, where a search went over more than k and lambda."""
 
 
 class Selection(Record):
@@ -71,6 +73,35 @@ class Selection(Record):
     digest: Sha256
     """sha256 over the tuning windows' token ids."""
     curve: list[CurvePoint] = Field(max_length=1024)
+
+
+class Perceptron(Record):
+    """The networks of a mapper of the `mlp` family."""
+
+    hidden: list[Annotated[int, Field(ge=1, le=65536)]] = Field(min_length=2, max_length=2)
+    """Widths of the hidden layers."""
+    per: Literal["head", "layer"]
+    """One network a target head, as in arXiv 2608.03893, or one for all heads of a layer."""
+
+
+class Training(Record):
+    """What gradient steps made of the mapper, after the closed form or without one."""
+
+    objective: Text
+    steps: int = Field(ge=1)
+    rate: float = Field(gt=0)
+    """Peak learning rate."""
+    batch: int = Field(ge=1)
+    """Windows (or rows, for the `mlp` family) a step."""
+    seed: int
+    tail: int = Field(ge=0)
+    """Tokens that the target reads on the mapped cache; 0: the target is not run."""
+    before: float | None = None
+    """The objective on the tuning windows at the start; None: there were none."""
+    after: float | None = None
+    """And of what was kept."""
+    curve: list[float] = Field(max_length=256)
+    """The objective while training: means over equal parts of the steps, in order."""
 
 
 class Manifest(Record):
@@ -98,12 +129,19 @@ class Manifest(Record):
     """`source_layers[target_layer]`: the k source layers it is mapped from, ascending."""
     exact_prefix: int = Field(ge=0, le=65536)
     """Positions left out of the fit, which the target must hold natively."""
-    weights_dtype: Literal["float32", "bfloat16"]
-    """Of the weights; biases are always float32 (they are few, and may be a hundred times a row's spread)."""
+    weights_dtype: Literal["float32", "bfloat16", "int8"]
+    """Of the weights; biases are always float32 (they are few, and may be a hundred times a row's spread).
+    int8: whole numbers and a float32 scale for every column, family `ridge` only."""
     calibration: Calibration
     fit_scores: FitScores
     selection: Selection | None = None
-    """Where k or lambda was chosen by kvhub; left out of the bytes where not."""
+    """Where k, lambda or more was chosen by kvhub; left out of the bytes where not."""
+    recipe: Text | None = None
+    """The named recipe, and what it came to; left out of the bytes where none was asked for."""
+    perceptron: Perceptron | None = None
+    """Family `mlp` only; left out of the bytes elsewhere."""
+    training: Training | None = None
+    """Where gradients were used; left out of the bytes elsewhere."""
     created: str = Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00:00)$")
     """ISO 8601, UTC."""
     files: list[FileEntry]
@@ -118,6 +156,12 @@ class Manifest(Record):
                 raise ValueError("each target layer needs k ascending, distinct source layers")
             if chosen[0] < 0 or chosen[-1] >= layers:
                 raise ValueError("a source layer is out of range")
+        if (self.perceptron is not None) != (self.family == "mlp"):
+            raise ValueError("the mlp family, and no other, has a perceptron")
+        if self.perceptron and self.support == "head-local" and self.perceptron.per != "head":
+            raise ValueError("head-local support needs one network a head")
+        if self.weights_dtype == "int8" and self.family != "ridge":
+            raise ValueError("int8 weights are for the ridge family")
         datetime.fromisoformat(self.created)  # ValueError: the 30th of February
         names = [entry.name.casefold() for entry in self.files]
         if len(set(names)) != len(names):
@@ -127,8 +171,12 @@ class Manifest(Record):
     def to_bytes(self) -> bytes:
         """The bytes of `manifest.json`; the digest is taken over exactly these."""
         value = self.model_dump(mode="json")
-        if self.selection is None:
-            del value["selection"]
+        for name in ("selection", "recipe", "perceptron", "training"):
+            if value[name] is None:
+                del value[name]
+        for point in value.get("selection", {}).get("curve", ()):
+            if point["recipe"] is None:
+                del point["recipe"]
         return canonical_json(value) + b"\n"
 
     @property

@@ -39,6 +39,10 @@ _FEW = 4
     "--lambda", "regularization", default="1e-3", show_default=True, metavar="R|paper|auto",
     help="Ridge strength relative to the Gram's mean diagonal, or the paper's 0.01 a token.",
 )  # fmt: skip
+@click.option(
+    "--recipe", type=click.Choice(["paper", "default", "best"]),
+    help="The paper's ridge, the measured default, or a search over closed-form recipes on text set aside.",
+)  # fmt: skip
 @click.option("--sequences", type=int, default=500, show_default=True, help="Windows of text, at most.")
 @click.option(
     "--length", default="1024", show_default=True, metavar="N[,N...]",
@@ -49,6 +53,22 @@ _FEW = 4
     "--support", type=click.Choice(["full", "head-local"]), default="full", show_default=True,
     help="A target head reads all source heads, or the same one.",
 )  # fmt: skip
+@click.option(
+    "--distill", type=click.IntRange(min=0), default=0, metavar="STEPS", show_default="none",
+    help="Then so many gradient steps on KL through the target, folded into the matrices.",
+)  # fmt: skip
+@click.option(
+    "--family", type=click.Choice(["ridge", "mlp"]), default="ridge", show_default=True,
+    help="A matrix a layer, or networks of two hidden layers.",
+)  # fmt: skip
+@click.option(
+    "--hidden", default="1024,1024", show_default=True, metavar="N,N", help="Widths of an mlp's layers."
+)  # fmt: skip
+@click.option(
+    "--networks", type=click.Choice(["head", "layer"]), default="head", show_default=True,
+    help="One network a target head, or one a layer (mlp).",
+)  # fmt: skip
+@click.option("--epochs", type=int, default=20, show_default=True, help="Passes over the rows (mlp).")
 @click.option(
     "--exact-prefix", type=int, default=0, show_default=True,
     help="First positions to leave out; the target must then compute them itself.",
@@ -95,10 +115,16 @@ def command(
     datasets: tuple[str, ...],
     k: str | None,
     regularization: str,
+    recipe: Any,
     sequences: int,
     length: str,
     stride: int,
     support: Any,
+    distill: int,
+    family: str,
+    hidden: str,
+    networks: Any,
+    epochs: int,
     exact_prefix: int,
     dtype: str,
     store_dtype: Any,
@@ -123,14 +149,20 @@ def command(
     from transformers.utils import logging
 
     from kvhub.fit.command import Options, fit
-    from kvhub.fit.settings import FitSettings, parse_k, parse_lengths, parse_regularization
+    from kvhub.fit.settings import FitSettings, parse_k, parse_lengths, parse_regularization, parse_training
     from kvhub.fit.source_text import Texts
     from kvhub.settings import Settings
 
     longest, lengths = parse_lengths(length)
+    if recipe == "paper":
+        given_lambda = click.get_current_context().get_parameter_source("regularization")
+        if given_lambda != click.core.ParameterSource.DEFAULT and regularization != "paper":
+            raise BadInput("--recipe paper is --lambda paper", "leave one of them out")
+        regularization = "paper"
     settings = FitSettings(
         k=parse_k(k) if k is not None else FitSettings.k,
         regularization=parse_regularization(regularization),
+        recipe=recipe,
         support=support,
         sequences=sequences,
         length=longest,
@@ -139,6 +171,7 @@ def command(
         exact_prefix=exact_prefix,
         store_dtype=store_dtype,
         seed=seed,
+        train=parse_training(family, distill, hidden, networks, epochs),
     )
     given = Texts.parse(texts, datasets)
     if device == "cuda" and not torch.cuda.is_available():
@@ -193,15 +226,14 @@ def _print(stored: Stored, models: tuple[str, str], texts: list[str]) -> None:
         f"  rows     {calibration.rows} from {calibration.sequences} windows of {calibration.length} tokens"
     )
     if chosen := manifest.selection:
-        best = next(
-            point
-            for point in chosen.curve
-            if (point.k, point.regularization) == (chosen.k, chosen.regularization)
-        )
+        same = [p for p in chosen.curve if (p.k, p.regularization) == (chosen.k, chosen.regularization)]
+        best = min(same, key=lambda point: point.kl)
         click.echo(
             f"  chosen   k {chosen.k}, lambda {manifest.regularization:g}: KL {best.kl:.3f}, attention cosine"
             f" {best.attention_cosine:.3f} on {chosen.windows} windows ({len(chosen.curve)} tried)"
         )
+    if manifest.recipe:
+        click.echo(f"  recipe   {manifest.recipe}")
     for name, r2 in (("keys", scores.r2_key), ("values", scores.r2_value)):
         worst = min(range(len(r2)), key=r2.__getitem__)
         click.echo(f"  R2 {name:<6} {sum(r2) / len(r2):.3f} held out (worst {r2[worst]:.3f}, layer {worst})")
@@ -220,6 +252,8 @@ _NAMES = {
     "capture": "running both models",
     "choose": "choosing k and lambda",
     "solve": "solving",
+    "distil": "distilling",
+    "train": "training networks",
     "blocks": "solving blocks of layers",
     "score": "scoring held-out text",
 }

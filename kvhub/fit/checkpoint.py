@@ -237,6 +237,10 @@ class Checkpoint:
         self._written = time.monotonic()
         self._took = self._written - began
 
+    def training(self, direction: int) -> Path:
+        """Where the gradient steps of the first or second direction keep their progress."""
+        return self.directory / f"training-{direction}.safetensors"
+
     def remove(self) -> None:
         """Forget the progress: the mappers are written. What is not ours stays."""
         with suppress(OSError):
@@ -263,7 +267,8 @@ def _restore(moments: Moments, kind: str, file: Any) -> None:
 
 def _ours(name: str) -> bool:
     moments = name.startswith("moments-") and name.endswith(".safetensors") and name[8:-12].isdigit()
-    return moments or name in ("lock", _STATE, "captures") or name.startswith(".writing-")
+    training = name in ("training-1.safetensors", "training-2.safetensors")
+    return moments or training or name in ("lock", _STATE, "captures") or name.startswith(".writing-")
 
 
 def _short(value: object) -> str:

@@ -97,7 +97,7 @@ def fit(
         sequences=settings.sequences,
         length=settings.length,
         lengths=settings.lengths,
-        tuning=settings.automatic,
+        tuning=settings.tunes,
     )
     rows = windows.rows(settings.stride, settings.exact_prefix)
     demand_possible(one.geometry, other.geometry, settings, both=both, rows=rows)
@@ -119,7 +119,7 @@ def fit(
         team.wait()
         if not team.first:
             checkpoint.join()
-        sides = _sides(paths, (one, other), dtype, options, directory, team)
+        sides = _sides(paths, (one, other), dtype, settings, options, directory, team)
         plan, layers = _plan(paths, sides, settings, both, options, checkpoint, team)
         every = [*windows.fit, *windows.tuning, *windows.held_out]
         demand_disk([side.store for side in sides if side.store], every)
@@ -223,13 +223,15 @@ def _sides(
     paths: tuple[Path, Path],
     identities: tuple[ModelIdentity, ModelIdentity],
     dtype: torch.dtype | None,
+    settings: FitSettings,
     options: Options,
     directory: Path,
     team: Workers,
 ) -> tuple[Side, Side]:
     from kvhub.model.load import load_model
 
-    root = options.captures or (directory / "captures" if options.low_memory else None)
+    again = options.low_memory or settings.train is not None  # the captures are read more than once
+    root = options.captures or (directory / "captures" if again else None)
     device = f"cuda:{team.rank % torch.cuda.device_count()}" if options.device == "cuda" else options.device
     sides = []
     for path, identity in zip(paths, identities, strict=True):
@@ -277,6 +279,7 @@ def _plan(
         plan = replace(plan, models=0)
     have = free_memory() if options.memory is None else options.memory
     kept = sides[0].store is not None and not settings.automatic and team.size == 1
+    kept = kept and settings.train is None and settings.recipe != "best"
     if kept and (checkpoint.layers or (have is not None and plan.total > have)):
         spare = (have or plan.total) - plan.runtime - plan.window
         layers = checkpoint.layers or _block(sides, settings, both, spare)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,12 @@ from kvhub.fit.checkpoint import Checkpoint
 from kvhub.fit.memory import demand_memory, moment_bytes
 from kvhub.fit.moments import PairMoments
 from kvhub.fit.ridge import Regularization
-from kvhub.fit.score import HeldOutScore
 from kvhub.fit.selection import layer_scores, top_layers
 from kvhub.fit.settings import FitSettings
 from kvhub.fit.side import Side
 from kvhub.fit.solve import Solved, solve_pair
-from kvhub.fit.study import choose
+from kvhub.fit.study import choose, choose_recipe
+from kvhub.fit.train import held_out_score, train
 from kvhub.fit.workers import Workers
 from kvhub.model.identity import Geometry
 
@@ -127,6 +127,8 @@ def fit_sides(
     if layers is not None:
         if not team.first:
             return []
+        if settings.train is not None or settings.recipe == "best":
+            raise BadInput("this recipe needs all moments in memory at once", "give it more memory")
         found = [solve_in_blocks(*pair, list(windows.fit), settings, layers, tell) for pair in pairs]
         return _fitted(pairs, found, [None] * len(pairs), windows, settings, checkpoint, tell)
     device = moments_device(_device(source), moment_bytes(*shapes, both=both))
@@ -152,8 +154,10 @@ def fit_sides(
             assert selection is not None
             strength = Regularization(selection.regularization)
         done = sum(len(solved.layers) for solved in found)
-        found.append(
-            solve_pair(
+        if settings.recipe == "best":
+            solved, selection = choose_recipe(sums, scores, one, two, windows.tuning, settings, tell)
+        else:
+            solved = solve_pair(
                 sums,
                 *shape,
                 top_layers(scores, k),
@@ -161,11 +165,21 @@ def fit_sides(
                 settings,
                 tell=lambda step, done=done: tell("solve", done + step, total),  # type: ignore[misc]
             )
-        )
+        found.append(solved)
+        if settings.train is not None:
+            place = checkpoint.training(len(found)) if checkpoint else None
+            known = replace(settings, k=len(solved.layers[0]), support=solved.support or settings.support)
+            found[-1] = train(found[-1], sums, one, two, windows, known, progress=place, tell=tell)
         selections.append(selection)
         del sums
     del moments
     return _fitted(pairs, found, selections, windows, settings, checkpoint, tell)
+
+
+def _recipe(solved: Solved, settings: FitSettings) -> str | None:
+    if settings.recipe is None or solved.recipe is None:
+        return settings.recipe
+    return f"{settings.recipe}: {solved.recipe}"
 
 
 def _device(side: Side) -> torch.device:
@@ -186,7 +200,7 @@ def _fitted(
 ) -> list[Fitted]:
     source, target = pairs[0]
     positions = row_positions(windows.held_out.shape[1], settings.stride, settings.exact_prefix)
-    scores = [HeldOutScore(solved.tensors, solved.layers) for solved in found]
+    scores = [held_out_score(solved) for solved in found]
     tell("score", 0, len(windows.held_out))
     for number, window in enumerate(windows.held_out, 1):
         here, there = source.capture(window), target.capture(window)
@@ -200,20 +214,23 @@ def _fitted(
         Fitted(
             Manifest(
                 kvhub_version=kvhub.__version__,
-                family="ridge",
-                support=settings.support,
+                family="ridge" if solved.perceptron is None else "mlp",
+                support=solved.support or settings.support,
                 source=one.identity,
                 target=two.identity,
                 k=len(solved.layers[0]),
                 regularization=solved.regularization.value,
                 regularization_convention=solved.regularization.convention,
-                objective=OBJECTIVE,
+                objective=OBJECTIVE if solved.training is None else solved.training.objective,
                 source_layers=solved.layers,
                 exact_prefix=settings.exact_prefix,
                 weights_dtype=settings.store_dtype,
                 calibration=windows.describe(settings.stride, settings.exact_prefix),
                 fit_scores=score.result(),
                 selection=selection,
+                recipe=_recipe(solved, settings),
+                perceptron=solved.perceptron,
+                training=solved.training,
                 created=created,
                 files=[],
             ),

@@ -34,15 +34,19 @@ class HeldOutScore:
         for kind, (name, inputs, outputs) in enumerate(kinds):
             for number, layers in enumerate(self._layers):
                 x = torch.stack([inputs[layer][chosen].float() for layer in layers], dim=1)
-                weight = self._tensors[f"layers.{number}.{name}.weight"].to(x.device, torch.float32)
-                bias = self._tensors[f"layers.{number}.{name}.bias"].to(x.device, torch.float32)
                 y = outputs[number][chosen].double().flatten(1)
-                found = apply_affine(x, weight, bias).double().flatten(1)
+                found = self._map(number, name, x).double().flatten(1)
                 self._errors[kind, number] += (y - found).square().sum().cpu()
                 self._squares[kind, number] += y.square().sum().cpu()
                 if len(self._sums[kind]) == number:
                     self._sums[kind].append(torch.zeros_like(y[0]))
                 self._sums[kind][number] += y.sum(0)
+
+    def _map(self, number: int, name: str, rows: Tensor) -> Tensor:
+        """Side `name` of target layer `number` from source rows `[rows, k, H_s, D_s]`."""
+        weight = self._tensors[f"layers.{number}.{name}.weight"].to(rows.device, torch.float32)
+        bias = self._tensors[f"layers.{number}.{name}.bias"].to(rows.device, torch.float32)
+        return apply_affine(rows, weight, bias)
 
     def result(self) -> FitScores:
         """R2 per target layer; a layer that never varies scores 0."""

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from kvhub.errors import BadInput
+from kvhub.fit.distill.schedule import Distill
+from kvhub.fit.mlp import MlpSettings
 from kvhub.fit.ridge import PAPER, Regularization, Support
 from kvhub.fit.selection import demand_k
 from kvhub.model.identity import Geometry
@@ -31,6 +33,10 @@ class FitSettings:
     exact_prefix: int = 0
     store_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     seed: int = 0
+    recipe: Literal["paper", "default", "best"] | None = None
+    """`best` searches over closed-form recipes; the others are names for what the options say."""
+    train: Distill | MlpSettings | None = None
+    """Gradient steps after the closed form, or the `mlp` family in its place."""
     created: str | None = None
     """ISO 8601 time to record; None is now. Part of the digest: fix it to get the same digest twice."""
 
@@ -39,6 +45,8 @@ class FitSettings:
             raise BadInput("length must be the longest of lengths")
         if min(self.sequences, self.shortest, self.stride) < 1:
             raise BadInput("--sequences, --length and --stride must be at least 1")
+        if self.recipe == "best" and self.automatic:
+            raise BadInput("--recipe best goes over lambda itself and needs a k that bounds the cost")
         if not 0 <= self.exact_prefix < self.shortest:
             raise BadInput(
                 f"--exact-prefix {self.exact_prefix} leaves no row of a window of {self.shortest} tokens"
@@ -58,6 +66,11 @@ class FitSettings:
     def automatic(self) -> bool:
         """Whether k or lambda is chosen on held-out text."""
         return "auto" in (self.k, self.regularization)
+
+    @property
+    def tunes(self) -> bool:
+        """Whether text is set aside to choose on."""
+        return self.automatic or self.recipe == "best" or isinstance(self.train, Distill)
 
     def grid(self, source: Geometry) -> list[int]:
         """Every k that is fitted for this source, ascending: the one asked for, or those to choose from.
@@ -88,6 +101,10 @@ class FitSettings:
         values = asdict(self)
         del values["created"]
         values["lambda"] = values.pop("regularization")
+        if self.recipe is None:
+            del values["recipe"]
+        if values.pop("train") is not None:
+            values["train"] = {"how": type(self.train).__name__, **asdict(self.train)}  # type: ignore[arg-type]
         return values
 
 
@@ -104,6 +121,21 @@ def parse_regularization(text: str) -> Regularization | Literal["auto"]:
     if not 0 <= value < float("inf"):
         raise BadInput(f"--lambda {text} is neither `paper`, `auto` nor a number of at least 0")
     return Regularization(value)
+
+
+def parse_training(
+    family: str, distill: int, hidden: str, networks: Literal["head", "layer"], epochs: int
+) -> Distill | MlpSettings | None:
+    """What the options ask of gradients. Errors: `BadInput`."""
+    if family != "mlp":
+        return Distill(steps=distill) if distill else None
+    if distill:
+        raise BadInput("--distill is for the ridge family")
+    try:
+        first, second = (int(part) for part in hidden.split(","))
+    except ValueError:
+        raise BadInput(f"--hidden {hidden} is not two numbers with a comma") from None
+    return MlpSettings(hidden=(first, second), per=networks, epochs=epochs)
 
 
 def parse_k(text: str) -> int | Literal["all", "auto"]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvhub.artifact.manifest import Perceptron, Training
 from kvhub.errors import KvhubError
 from kvhub.fit.moments import Moments, PairMoments
-from kvhub.fit.ridge import Factors, Regularization, solve_layer
+from kvhub.fit.ridge import Affine, Factors, Regularization, Support, solve_layer
 from kvhub.fit.settings import FitSettings
 from kvhub.model.identity import Geometry
 
@@ -23,6 +24,14 @@ class Solved:
     """Selected source layers of every target layer."""
     regularization: Regularization
     tensors: dict[str, Tensor]
+    support: Support | None = None
+    """Where a search chose it; None: as asked."""
+    recipe: str | None = None
+    """What a search came to, for the manifest."""
+    training: Training | None = None
+    """Where gradients were used after the closed form, or in its place."""
+    perceptron: Perceptron | None = None
+    """Of the `mlp` family; None: `ridge`."""
 
 
 def solve_pair(
@@ -72,9 +81,20 @@ def solve_into(
             side, source, target, within, chosen, regularization, support=settings.support, factors=known,
             name=number,
         )  # fmt: skip
-        weight = affine.weight.to(getattr(torch, settings.store_dtype))
-        bias = affine.bias(weight).to(torch.float32).reshape(target.num_kv_heads, target.head_dim)
-        for part, tensor in (("weight", weight), ("bias", bias)):
-            if not bool(torch.isfinite(tensor).all()):
-                raise KvhubError(f"the fit of target layer {number} is not finite", "use a larger --lambda")
-            tensors[f"layers.{number}.{name}.{part}"] = tensor.cpu().contiguous()
+        tensors.update(stored(affine, number, name, target, settings))
+
+
+def stored(
+    affine: Affine, number: int, name: str, target: Geometry, settings: FitSettings
+) -> dict[str, Tensor]:
+    """Weight and bias of one side (`k` or `v`) of target layer `number` as an artifact holds them.
+
+    Errors: `KvhubError` where a number is not finite in the stored dtype.
+    """
+    weight = affine.weight.to(getattr(torch, settings.store_dtype))
+    bias = affine.bias(weight).to(torch.float32).reshape(target.num_kv_heads, target.head_dim)
+    for tensor in (weight, bias):
+        if not bool(torch.isfinite(tensor).all()):
+            raise KvhubError(f"the fit of target layer {number} is not finite", "use a larger --lambda")
+    prefix = f"layers.{number}.{name}"
+    return {f"{prefix}.weight": weight.cpu().contiguous(), f"{prefix}.bias": bias.cpu().contiguous()}

@@ -24,6 +24,8 @@ from kvhub.fit.accumulate import Progress
 from kvhub.fit.calibration import TAIL
 from kvhub.fit.capture import Capture
 from kvhub.fit.moments import PairMoments
+from kvhub.fit.recipes.choice import Choice, solve_choice
+from kvhub.fit.recipes.search import search
 from kvhub.fit.ridge import Regularization
 from kvhub.fit.score import apply_affine
 from kvhub.fit.selection import top_layers
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 NEAR = 0.01
 """A smaller k wins where its KL is within this share of the best one: every layer costs time for ever."""
 NEAR_COSINE = 0.002
+TRIES = 24
+"""Candidates that `--recipe best` measures, at most."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,7 @@ def choose(
     Candidates that have fewer rows than features, or whose Gram is not positive definite, are left out.
     Errors: `BadInput` where the windows are too short or no candidate is left.
     """
-    length = windows.shape[1]
-    tail = min(TAIL, length // 4)
-    if tail < 2 or length - tail <= settings.exact_prefix:
-        raise BadInput("choosing k or lambda needs longer windows", "use a longer --length")
+    tail = _tail(windows, settings)
     shapes = source.identity.geometry, target.identity.geometry
     grid = [k for k in settings.grid(shapes[0]) if settings.width(shapes[0], k) < moments.key.n]
     strengths = (
@@ -113,6 +114,60 @@ def choose(
         digest=token_digest([windows]),
         curve=curve,
     )
+
+
+def choose_recipe(
+    moments: PairMoments,
+    scores: Tensor,
+    source: Side,
+    target: Side,
+    windows: Tensor,
+    settings: FitSettings,
+    tell: Progress,
+    *,
+    tries: int = TRIES,
+) -> tuple[Solved, Selection]:
+    """`--recipe best`: `kvhub.fit.recipes.search` on `windows` (`[n, length]`), and every candidate's scores.
+
+    Errors: `BadInput` where the windows are too short; `KvhubError` where no candidate can be solved.
+    """
+    tail = _tail(windows, settings)
+    shapes = source.identity.geometry, target.identity.geometry
+    assert settings.regularization != "auto"
+    start = Choice(settings.grid(shapes[0])[0], settings.regularization, settings.support)
+    done = 0
+    with target.live() as model:
+        held = [_window(source, model, window, tail) for window in windows]
+
+        def measure(choice: Choice) -> CurvePoint:
+            nonlocal done
+            done += 1
+            tell("choose", min(done, tries), tries)
+            solved = solve_choice(choice, moments, scores, *shapes, settings)
+            point = _measure(solved, held, model, settings.exact_prefix)
+            return point.model_copy(update={"recipe": choice.label()})
+
+        tell("choose", 0, tries)
+        best, curve = search(start, *shapes, measure, tries=tries)
+    tell("choose", tries, tries)
+    selection = Selection(
+        k=best.k,
+        regularization=best.regularization.value,
+        windows=len(windows),
+        tail=tail,
+        digest=token_digest([windows]),
+        curve=curve,
+    )
+    return solve_choice(best, moments, scores, *shapes, settings), selection
+
+
+def _tail(windows: Tensor, settings: FitSettings) -> int:
+    """Tokens that the target runs. Errors: `BadInput` where the windows are too short."""
+    length = windows.shape[1]
+    tail = min(TAIL, length // 4)
+    if tail < 2 or length - tail <= settings.exact_prefix:
+        raise BadInput("choosing needs longer windows", "use a longer --length")
+    return tail
 
 
 def smallest(curve: Sequence[CurvePoint]) -> CurvePoint:

@@ -13,6 +13,7 @@ from kvhub.artifact.read import verify_artifact
 from kvhub.catalog import directory_of, files_of, find
 from kvhub.errors import BadInput, Corrupt, Incompatible
 from kvhub.mapper.base import Mapper
+from kvhub.mapper.mlp import MlpMapper
 from kvhub.mapper.ridge import RidgeMapper
 from kvhub.store.trust import demand
 from kvhub.store.use import hold
@@ -20,7 +21,10 @@ from kvhub.store.use import hold
 if TYPE_CHECKING:
     from kvhub.artifact.manifest import Manifest
 
-FAMILIES: dict[str, Callable[[Manifest, Mapping[str, Tensor]], Mapper]] = {"ridge": RidgeMapper}
+FAMILIES: dict[str, Callable[[Manifest, Mapping[str, Tensor]], Mapper]] = {
+    "mlp": MlpMapper,
+    "ridge": RidgeMapper,
+}
 """By `Manifest.family`; a new family also needs an entry in `kvhub.artifact.tensors.FAMILIES`."""
 
 

@@ -54,9 +54,12 @@ class RidgeMapper(Mapper):
                 raise Corrupt(f"tensor {name!r} is missing or not {list(shape)}")
         self.device = torch.device(device)
         self.dtype = dtype
-        # A bias may be a hundred times the spread of its rows: it is never rounded.
+        # A bias may be a hundred times the spread of its rows: it is never rounded. int8 stays as it is.
+        kept = {"bias": torch.float32, "scale": torch.float32}
+        if manifest.weights_dtype == "int8":
+            kept["weight"] = torch.int8
         self._tensors = {
-            name: tensor.to(self.device, torch.float32 if name.endswith(".bias") else dtype)
+            name: tensor.to(self.device, kept.get(name.rpartition(".")[2], dtype))
             for name, tensor in tensors.items()
         }
         self._resident: Resident | None = None
@@ -68,8 +71,17 @@ class RidgeMapper(Mapper):
 
     def affine(self, target_layer: int, side: str) -> Affine:
         """Weight in the compute dtype and bias in float32, of `side` (`k` or `v`) of one target layer."""
-        prefix = f"layers.{target_layer}.{side}"
-        return Affine(self._tensors[f"{prefix}.weight"], self._tensors[f"{prefix}.bias"])
+        weight, bias, *scale = self._stored(target_layer, side)
+        if scale:
+            head_local = self.manifest.support == "head-local"
+            columns = scale[0][:, None, :] if head_local else scale[0].flatten()
+            weight = weight.to(torch.float32).mul_(columns).to(self.dtype)
+        return Affine(weight, bias)
+
+    def _stored(self, target_layer: int, side: str) -> tuple[Tensor, ...]:
+        """Weight and bias, and the scale of int8 weights, as they are held."""
+        names = [f"layers.{target_layer}.{side}.{part}" for part in ("weight", "bias", "scale")]
+        return tuple(self._tensors[name] for name in names if name in self._tensors)
 
     def map_layer(self, target_layer: int, source: SourceRows) -> tuple[Tensor, Tensor]:
         """See `Mapper.map_layer`."""
@@ -149,7 +161,7 @@ class RidgeMapper(Mapper):
             target.num_kv_heads,
             target.head_dim,
         )
-        return Weights.of(plan, self.affine)
+        return Weights.of(plan, self._stored)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> RidgeMapper:
         """A copy on `device` computing in `dtype` (None: as now)."""

@@ -1,0 +1,261 @@
+"""Distil a fitted mapper: the loop, its checks on tuning windows, its progress on disk."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvhub.artifact.manifest import Training
+from kvhub.errors import BadInput, KvhubError
+from kvhub.fit.distill.correction import Correction, features
+from kvhub.fit.distill.schedule import CLIP, Distill, optimiser, rate_at, seeded
+from kvhub.fit.distill.through import Corrections, Through, split_of
+from kvhub.fit.moments import PairMoments
+from kvhub.fit.settings import FitSettings
+from kvhub.fit.side import Side
+from kvhub.fit.solve import Solved
+from kvhub.fit.store import write_tensors
+from kvhub.model.identity import Geometry
+
+OBJECTIVE = "kl-through-target"
+CURVE = 64
+"""Points of the loss curve that a manifest keeps."""
+_EVERY = 10
+"""Steps between writes of the progress."""
+
+
+@dataclass
+class _State:
+    """Where a run is: all that the next step depends on."""
+
+    done: int
+    curve: list[float]
+    checks: list[float]
+    best: float
+    kept: list[Tensor]
+    """The trained tensors of the best check."""
+
+
+def distil(
+    solved: Solved,
+    moments: PairMoments,
+    source: Side,
+    target: Side,
+    windows: Sequence[Tensor],
+    tuning: Sequence[Tensor],
+    settings: FitSettings,
+    how: Distill,
+    *,
+    progress: Path | None = None,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> Solved:
+    """`solved` with a correction folded into its tensors; the same names, shapes and dtypes.
+
+    windows: what was fitted on. tuning: text that was not; the best of `how.checks` looks at it, and of
+    the start, is kept, so that it is never worse there than what it started from. Without any the last
+    step is kept. progress: a file to go on from; the result is that of a run in one piece.
+    Both sides need their captures on disk, or models in memory.
+    Errors: `BadInput` where the windows are too short; `KvhubError` where the loss is not finite.
+    """
+    shortest = min(len(window) for window in (*windows, *tuning))
+    tail = min(how.tail, shortest // 4)
+    if tail < 2 or shortest - tail <= settings.exact_prefix:
+        raise BadInput("--distill needs longer windows", "use a longer --length")
+    shapes = source.identity.geometry, target.identity.geometry
+    with target.live() as model:
+        corrections = corrections_of(solved, moments, *shapes, settings, model.model.device)
+        through = Through(model.model, source, target, solved.layers, settings.exact_prefix)
+        state = _train(corrections, through, windows, tuning, settings, how, tail, progress, tell)
+    trained = _trained(corrections)
+    with torch.no_grad():
+        for tensor, kept in zip(trained, state.kept, strict=True):
+            tensor.copy_(kept)
+    tensors = folded(solved, corrections, shapes[1], settings)
+    if progress is not None:
+        progress.unlink(missing_ok=True)
+    gc.collect()
+    return replace(solved, tensors=tensors, training=_record(state, how, tail, settings.seed))
+
+
+def corrections_of(
+    solved: Solved,
+    moments: PairMoments,
+    source: Geometry,
+    target: Geometry,
+    settings: FitSettings,
+    device: torch.device | str = "cpu",
+) -> list[tuple[Correction, Correction]]:
+    """A correction of nothing for K and for V of every target layer."""
+    found = []
+    for number, layers in enumerate(solved.layers):
+        places = features(source, target, number, layers, settings.support)
+        key, value = (
+            Correction.of(
+                solved.tensors[f"layers.{number}.{side}.weight"],
+                solved.tensors[f"layers.{number}.{side}.bias"],
+                sums,
+                *(place.to(sums.x.device) for place in places),
+                device=device,
+            )
+            for side, sums in (("k", moments.key), ("v", moments.value))
+        )
+        found.append((key, value))
+    return found
+
+
+def folded(
+    solved: Solved, corrections: Corrections, target: Geometry, settings: FitSettings
+) -> dict[str, Tensor]:
+    """The tensors of the corrected mapper, as `solve_pair` gives them."""
+    dtype = getattr(torch, settings.store_dtype)
+    tensors: dict[str, Tensor] = {}
+    for number, pair in enumerate(corrections):
+        for side, correction in zip(("k", "v"), pair, strict=True):
+            name = f"layers.{number}.{side}"
+            like = solved.tensors[f"{name}.weight"]
+            weight, bias = correction.finished(dtype, target.num_kv_heads, like)
+            tensors[f"{name}.weight"], tensors[f"{name}.bias"] = weight.cpu(), bias.cpu()
+    return tensors
+
+
+def _train(
+    corrections: Corrections,
+    through: Through,
+    windows: Sequence[Tensor],
+    tuning: Sequence[Tensor],
+    settings: FitSettings,
+    how: Distill,
+    tail: int,
+    progress: Path | None,
+    tell: Callable[[int, int], None],
+) -> _State:
+    trained = _trained(corrections)
+    adam = optimiser(trained, how.rate)
+    state = _restored(progress, trained, adam)
+    if state is None:
+        start = _check(corrections, through, tuning, tail, settings.exact_prefix)
+        state = _State(0, [], [start], start, [tensor.clone() for tensor in trained])
+    marks = {how.steps * part // how.checks for part in range(1, how.checks + 1)}
+    for tensor in trained:
+        tensor.requires_grad_(True)
+    tell(state.done, how.steps)
+    while state.done < how.steps:
+        adam.zero_grad(set_to_none=True)
+        loss = _step(corrections, through, windows, settings, how, tail, state.done)
+        torch.nn.utils.clip_grad_norm_(trained, CLIP)
+        for group in adam.param_groups:
+            group["lr"] = rate_at(how, state.done)
+        adam.step()
+        state.done += 1
+        state.curve.append(loss)
+        if state.done in marks:
+            found = _check(corrections, through, tuning, tail, settings.exact_prefix)
+            state.checks.append(found)
+            if not tuning or found < state.best:
+                state.best, state.kept = found, [tensor.detach().clone() for tensor in trained]
+        if progress is not None and (state.done % _EVERY == 0 or state.done == how.steps):
+            _save(progress, state, trained, adam)
+        tell(state.done, how.steps)
+    for tensor in trained:
+        tensor.requires_grad_(False)
+    return state
+
+
+def _trained(corrections: Corrections) -> list[Tensor]:
+    return [tensor for pair in corrections for side in pair for tensor in side.trained]
+
+
+def _step(
+    corrections: Corrections,
+    through: Through,
+    windows: Sequence[Tensor],
+    settings: FitSettings,
+    how: Distill,
+    tail: int,
+    step: int,
+) -> float:
+    """Gradients of one batch, added up; its mean loss. Errors: `KvhubError`."""
+    total = 0.0
+    for number in range(step * how.batch, (step + 1) * how.batch):
+        turn, within = divmod(number, len(windows))
+        order = torch.randperm(len(windows), generator=seeded(settings.seed, turn))
+        window = windows[int(order[within])]
+        place = int(torch.randint(how.places, (1,), generator=seeded(settings.seed, turn, within)))
+        split = split_of(len(window), tail, place, how.places, settings.exact_prefix)
+        loss = through.loss(corrections, window, split, tail) / how.batch
+        if not bool(torch.isfinite(loss)):
+            raise KvhubError("the distillation diverged", "use a larger --lambda, or fewer --distill steps")
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    return total
+
+
+def _check(
+    corrections: Corrections, through: Through, tuning: Sequence[Tensor], tail: int, exact: int
+) -> float:
+    """The objective on the tuning windows; 0 where there are none."""
+    with torch.no_grad():
+        losses = [
+            float(through.loss(corrections, window, split_of(len(window), tail, 0, 1, exact), tail))
+            for window in tuning
+        ]
+    return sum(losses) / len(losses) if losses else 0.0
+
+
+def _record(state: _State, how: Distill, tail: int, seed: int) -> Training:
+    parts = min(CURVE, how.steps)
+    edges = [how.steps * part // parts for part in range(parts + 1)]
+    curve = [sum(state.curve[a:b]) / (b - a) for a, b in pairwise(edges)]
+    judged = state.best > 0
+    return Training(
+        objective=OBJECTIVE,
+        steps=how.steps,
+        rate=how.rate,
+        batch=how.batch,
+        seed=seed,
+        tail=tail,
+        before=state.checks[0] if judged else None,
+        after=state.best if judged else None,
+        curve=curve,
+    )
+
+
+def _save(path: Path, state: _State, trained: Sequence[Tensor], adam: torch.optim.Adam) -> None:
+    tensors: dict[str, Tensor] = {}
+    for number, tensor in enumerate(trained):
+        moments = adam.state[tensor]
+        tensors[f"{number}.now"] = tensor.detach()
+        tensors[f"{number}.kept"] = state.kept[number]
+        tensors[f"{number}.first"], tensors[f"{number}.second"] = moments["exp_avg"], moments["exp_avg_sq"]
+    tensors["curve"] = torch.tensor(state.curve, dtype=torch.float64)
+    tensors["checks"] = torch.tensor([state.best, *state.checks], dtype=torch.float64)
+    write_tensors(path, tensors, {"done": str(state.done)})
+
+
+def _restored(path: Path | None, trained: Sequence[Tensor], adam: torch.optim.Adam) -> _State | None:
+    """What `_save` wrote, put back; None where there is nothing, or nothing usable."""
+    if path is None or not path.is_file():
+        return None
+    with suppress(SafetensorError, OSError, KeyError, RuntimeError, ValueError):
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            done = int(file.metadata()["done"])
+        kept = [found[f"{number}.kept"].to(tensor.device) for number, tensor in enumerate(trained)]
+        for number, tensor in enumerate(trained):
+            tensor.copy_(found[f"{number}.now"])
+            adam.state[tensor] = {
+                "step": torch.tensor(float(done)),
+                "exp_avg": found[f"{number}.first"].to(tensor.device),
+                "exp_avg_sq": found[f"{number}.second"].to(tensor.device),
+            }
+        best, *checks = found["checks"].tolist()
+        return _State(done, found["curve"].tolist(), checks, best, kept)
+    return None

@@ -1,0 +1,60 @@
+"""Adam with a warm-up and a cosine, and every choice a function of (seed, step) alone.
+
+So a run that goes on from a checkpoint draws what an uninterrupted one would have drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvhub.errors import BadInput
+
+CLIP = 1.0
+"""Largest norm of all gradients of a step together."""
+
+
+@dataclass(frozen=True)
+class Distill:
+    """How a correction is distilled; rate and batch are what tuning windows of the shipped pair liked."""
+
+    steps: int
+    rate: float = 3e-3
+    """Peak learning rate, in units of `Correction.step`."""
+    batch: int = 2
+    """Windows a step."""
+    tail: int = 64
+    """Tokens that the target reads on the mapped cache, at most."""
+    places: int = 4
+    """Different prefixes of each window."""
+    checks: int = 4
+    """How often the tuning windows are asked; the best of these, and the start, is kept."""
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.batch, self.places, self.checks) < 1 or self.tail < 2 or not self.rate > 0:
+            raise BadInput("--distill needs at least one step")
+
+
+def optimiser(trained: Sequence[Tensor], rate: float) -> torch.optim.Adam:
+    """Adam; the learning rate is set at each step by `rate_at`."""
+    return torch.optim.Adam(list(trained), lr=rate, betas=(0.9, 0.99), eps=1e-10)
+
+
+def rate_at(settings: Distill, step: int) -> float:
+    """5 % linear warm-up, then a cosine to a twentieth of the peak."""
+    warm = max(1, settings.steps // 20)
+    if step < warm:
+        return settings.rate * (step + 1) / warm
+    along = (step - warm) / max(1, settings.steps - warm)
+    return settings.rate * (0.05 + 0.95 * (1 + math.cos(math.pi * along)) / 2)
+
+
+def seeded(*numbers: int) -> torch.Generator:
+    """A generator that depends on `numbers` alone."""
+    digest = hashlib.sha256(",".join(map(str, numbers)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

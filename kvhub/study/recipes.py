@@ -1,0 +1,111 @@
+"""Recipes that are compared: what each changes of a fit, and what applying its mapper costs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvhub.errors import BadInput
+from kvhub.fit.recipes.groupwise import solve_groupwise
+from kvhub.fit.recipes.scale import stretch
+from kvhub.fit.ridge import PAPER, Regularization, Support
+from kvhub.fit.selection import layer_scores, top_layers
+from kvhub.fit.solve import Solved
+from kvhub.model.identity import Geometry
+from kvhub.study.pair import StudyPair
+
+K = int | Literal["all", "same", "half", "double"]
+"""Source layers: a number, all, or relative to the comparison's own k."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to fit; what is not said is as in the comparison's settings."""
+
+    name: str
+    k: K = "same"
+    regularization: Regularization = Regularization()  # noqa: RUF009 - frozen
+    support: Support = "full"
+    stride: int | None = None
+    first_weight: int = 1
+    """How many times the rows of the first positions count."""
+    exact_prefix: int = 0
+    """Positions that are left out of the fit and native in use."""
+    off_head: float = 1.0
+    """Penalty of source heads that are not the matched one, relative to its own."""
+    stretch_keys: float = 0.0
+    stretch_values: float = 0.0
+
+    def count(self, k: int | Literal["all"], source: Geometry) -> int:
+        """How many source layers, where the comparison's own k is `k`."""
+        every = source.num_layers
+        same = every if k == "all" else k
+        known = {"all": every, "same": same, "half": max(1, same // 2), "double": 2 * same}
+        return min(known[self.k] if isinstance(self.k, str) else self.k, every)
+
+
+RECIPES = (
+    Recipe("paper", regularization=PAPER),
+    Recipe("paper-k1", k=1, regularization=PAPER),
+    Recipe("paper-all", k="all", regularization=PAPER),
+    Recipe("ridge"),
+    Recipe("ridge-1e-4", regularization=Regularization(1e-4)),
+    Recipe("ridge-all", k="all"),
+    Recipe("every-token", stride=1),
+    Recipe("head-local", k="double", support="head-local"),
+    Recipe("off-head-10", off_head=10.0),
+    Recipe("first-x16", first_weight=16),
+    Recipe("stretched-keys", stretch_keys=0.5),
+    Recipe("stretched", stretch_keys=0.5, stretch_values=0.5),
+    Recipe("first-4-exact", exact_prefix=4),
+    Recipe("first-64-exact", exact_prefix=64),
+)
+"""Each alone; the paper's lambda first, because shares of what is removed are of its excess."""
+
+
+def named(name: str) -> Recipe:
+    """Errors: `BadInput` for a name that is none."""
+    for recipe in RECIPES:
+        if recipe.name == name:
+            return recipe
+    raise BadInput(f"{name} is no recipe", f"one of {', '.join(recipe.name for recipe in RECIPES)}")
+
+
+def fit(pair: StudyPair, recipe: Recipe) -> tuple[Solved, float]:
+    """A mapper by `recipe` from the pair's captures, and the seconds that the solve took, without moments.
+
+    Errors: `Incompatible` for head-local with unequal heads; those of `solve_pair`.
+    """
+    shapes = pair.source.identity.geometry, pair.target.identity.geometry
+    assert pair.settings.k != "auto"
+    k = recipe.count(pair.settings.k, shapes[0])
+    settings = replace(pair.settings, k=k, support=recipe.support)
+    moments = pair.moments(
+        stride=recipe.stride, exact_prefix=recipe.exact_prefix, first_weight=recipe.first_weight
+    )
+    began = time.perf_counter()
+    if recipe.off_head == 1.0:
+        solved = pair.solve(moments, k, recipe.regularization, settings=settings)
+    else:
+        layers = top_layers(layer_scores(moments, *shapes), k)
+        solved = solve_groupwise(
+            moments, *shapes, layers, recipe.regularization, settings, factor=recipe.off_head
+        )
+    if recipe.stretch_keys or recipe.stretch_values:
+        tensors = stretch(
+            solved.tensors, solved.layers, moments, *shapes,
+            keys=recipe.stretch_keys, values=recipe.stretch_values,
+        )  # fmt: skip
+        solved = replace(solved, tensors=tensors)
+    return solved, time.perf_counter() - began
+
+
+def apply_flops(solved: Solved) -> int:
+    """Multiplications and additions for one token, both sides, without the rotations."""
+    return sum(2 * t.numel() for name, t in solved.tensors.items() if name.endswith(".weight"))
+
+
+def stored_bytes(solved: Solved) -> int:
+    """Of all tensors, as stored."""
+    return sum(t.numel() * t.element_size() for t in solved.tensors.values())
