@@ -34,7 +34,8 @@ class Faults:
     @property
     def environment(self) -> dict[str, str]:
         """What a server needs to obey."""
-        return {"PYTHONPATH": str(FOLDER), "KVHUB_BENCH_FAULTS": str(self.control)}
+        path = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {"PYTHONPATH": path, "KVHUB_BENCH_FAULTS": str(self.control)}
 
     def __enter__(self) -> Faults:
         self._thread.start()
