@@ -1,7 +1,8 @@
-"""Speed and memory of push, pull and verify over the loopback Hub: `python benchmarks/hub.py [--mb 1024]`.
+"""Speed and memory of push, pull, verify, export and import: `python benchmarks/hub.py [--mb 4096]`.
 
 The Hub is a process of its own, so memory is the client's alone. The plain client downloads the same
-files with `snapshot_download` and does not check them. Writes benchmarks/results/hub.json.
+files with `snapshot_download` and does not check them. Export and import (kvtransfer's layout, float32)
+take an artifact of `--interop-mb`. Writes benchmarks/results/hub.json.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,7 +33,8 @@ print(json.dumps({"seconds": time.perf_counter() - begun, "peak_mb": peak}))
 def main() -> None:
     """Measure and record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mb", type=int, default=1024)
+    parser.add_argument("--mb", type=int, default=4096)
+    parser.add_argument("--interop-mb", type=int, default=1024)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvhub-bench-") as name:
         root = Path(name)
@@ -55,6 +58,9 @@ def main() -> None:
         }
         try:
             found = {"bytes": size, "load": os.getloadavg()[0]} | measure(root, environment)
+            for name in ("hub", "plain", "made", "home"):
+                shutil.rmtree(root / name, ignore_errors=True)
+            found["interop"] = interop(root, environment, arguments.interop_mb)
         finally:
             hub.terminate()
             hub.wait()
@@ -68,11 +74,7 @@ def measure(root: Path, environment: dict[str, str]) -> dict[str, object]:
     from kvhub.artifact.read import verify_artifact
 
     def run(code: str) -> dict[str, float]:
-        done = subprocess.run(
-            [sys.executable, "-c", CHILD, code], env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return {key: round(value, 2) for key, value in json.loads(done.stdout.splitlines()[-1]).items()}
+        return child(code, environment)
 
     made = str(root / "made")
     push = (
@@ -104,6 +106,34 @@ def measure(root: Path, environment: dict[str, str]) -> dict[str, object]:
         "pull_over_plain_and_hashing": round(
             steps["pull"]["seconds"] / (steps["plain_client"]["seconds"] + min(hashing)), 2
         ),
+    }
+
+
+def child(code: str, environment: dict[str, str]) -> dict[str, float]:
+    """Seconds and largest resident size of a step in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return {key: round(value, 2) for key, value in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def interop(root: Path, environment: dict[str, str], megabytes: int) -> dict[str, object]:
+    """To another layout, in twice the bytes because that is float32, and back."""
+    made, out = str(root / "ours"), str(root / "theirs")
+    size = make(Path(made), megabytes)
+    head = f"from pathlib import Path; made, out = Path({made!r}), Path({out!r}); "
+    head += "from kvhub.interop.convert import export_mapper as e, import_mapper as i; "
+    importing = "import torch, kvhub.interop.convert"
+    back = (
+        "from kvhub.artifact.read import read_manifest as r; m = r(made); i(out, m.source, m.target, "
+        "layout='kvtransfer')"
+    )
+    return {
+        "bytes": size,
+        "imports_alone": child(importing, environment),
+        "export": child(head + "e(made, out, 'kvtransfer')", environment),
+        "import": child(head + back, environment),
     }
 
 

@@ -206,7 +206,6 @@ def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
 
 def test_neither_way_holds_more_than_a_tensor(home: Settings, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Tensors that are alive at once, of those that were read: two to put one into another form."""
-    import gc
     import weakref
 
     from kvhub.interop import dense, streaming
@@ -216,7 +215,6 @@ def test_neither_way_holds_more_than_a_tensor(home: Settings, tmp_path: Path, mo
     real = streaming.read_tensor
 
     def watched(path: Path, name: str) -> torch.Tensor:
-        gc.collect()
         most.append(len(alive))
         tensor = real(path, name)
         alive.add(tensor)
