@@ -44,8 +44,8 @@ from kvhub_sglang.watch import Watch
 def create(ctx: Any) -> Any:
     """The cache for one scheduler process; ctx is SGLang's `TreeCacheBuildContext`."""
     cache = create_unified_radix_cache(ctx, cache_class=KvhubRadixCache)
-    ranks = open_ranks(ctx)  # on every rank, whatever is refused below
     try:
+        ranks = open_ranks(ctx)  # on every rank, whatever is refused below
         serving = on_all(ranks, lambda: open_serving(ctx, ranks))
         join(serving)
     except (Refusal, KvhubError) as error:
