@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvhub.evaluation.arms import WindowResult
-from kvhub.evaluation.bootstrap import Bootstrap, Estimate, ratio
+from kvhub.evaluation.bootstrap import Bootstrap, Estimate, Statistic, ratio
 from kvhub.evaluation.evidence import Arm, LayerScores, Score
 from kvhub.evaluation.inject import KvRows, run
-from kvhub.evaluation.metrics import Array, LogitSums, attention_cosine, row_moments
+from kvhub.evaluation.metrics import Array, LogitSums, attention_cosine, gap_recovered, row_moments
 from kvhub.evaluation.run import wrong_document_order
 from kvhub.evaluation.summary import summarize
 from kvhub.fit.score import apply_affine
@@ -124,23 +124,37 @@ class ArmScores:
         """Scores with intervals, as in `evidence.json`; needs the wrong-document arm."""
         return summarize(self.results, resamples=resamples, seed=seed)
 
+    def over_native(self, metric: str = "nll", *, resamples: int = 2000, seed: int = 0) -> Estimate:
+        """Mapped minus native, a position, with its interval."""
+        gap = self.per_window("mapped", metric) - self.per_window("native", metric)
+        return self._estimate(lambda w: ratio(w, gap, self.positions()), resamples, seed)
+
+    def gap(self, *, resamples: int = 2000, seed: int = 0) -> Estimate:
+        """Gap recovered; NaN where the target is not better than the source beyond chance."""
+        native, source, mapped = (self.per_window(arm) for arm in ("native", "source", "mapped"))
+        counts = self.positions()
+        nothing = Estimate(float("nan"), float("nan"), float("nan"))
+        between = self._estimate(lambda w: ratio(w, source - native, counts), resamples, seed)
+        if not between.low > 0:
+            return nothing
+        return self._estimate(lambda w: gap_recovered(w @ native, w @ source, w @ mapped), resamples, seed)
+
     def difference(
         self, other: ArmScores, metric: str = "nll", *, resamples: int = 2000, seed: int = 0
     ) -> Estimate:
         """Mapped minus `other`'s mapped, a position: paired over the same windows."""
-        strata = [len(windows) for windows in self.results.values()]
         gap = self.per_window("mapped", metric) - other.per_window("mapped", metric)
-        counts = self.positions()
-        return Bootstrap(strata, resamples=resamples, seed=seed).estimate(lambda w: ratio(w, gap, counts))
+        return self._estimate(lambda w: ratio(w, gap, self.positions()), resamples, seed)
 
     def share_removed(self, other: ArmScores, *, resamples: int = 2000, seed: int = 0) -> Estimate:
         """1 - excess NLL of this over that of `other`: 0.5 where half the loss is gone. Paired."""
-        strata = [len(windows) for windows in self.results.values()]
         mine = self.per_window() - self.per_window("native")
         theirs = other.per_window() - other.per_window("native")
-        return Bootstrap(strata, resamples=resamples, seed=seed).estimate(
-            lambda w: 1 - (w @ mine) / (w @ theirs)
-        )
+        return self._estimate(lambda w: 1 - (w @ mine) / (w @ theirs), resamples, seed)
+
+    def _estimate(self, statistic: Statistic, resamples: int, seed: int) -> Estimate:
+        strata = [len(windows) for windows in self.results.values()]
+        return Bootstrap(strata, resamples=resamples, seed=seed).estimate(statistic)
 
     def _windows(self, domains: Sequence[str]) -> list[WindowResult]:
         return [w for name in domains or self.results for w in self.results[name]]

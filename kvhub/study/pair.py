@@ -14,6 +14,7 @@ from kvhub.fit.calibration import load_corpora, row_positions
 from kvhub.fit.capture import Capture
 from kvhub.fit.captures import CaptureStore
 from kvhub.fit.moments import PairMoments
+from kvhub.fit.recipes.first import add_weighted
 from kvhub.fit.ridge import Regularization
 from kvhub.fit.selection import layer_scores, top_layers
 from kvhub.fit.settings import FitSettings
@@ -132,10 +133,14 @@ class StudyPair:
         rotated: bool = False,
         stride: int | None = None,
         exact_prefix: int = 0,
+        first_weight: int = 1,
     ) -> PairMoments:
-        """Over `windows(names, share)`. rotated: of keys as they are cached, with RoPE in them."""
+        """Over `windows(names, share)`. rotated: of keys as they are cached, with RoPE in them.
+
+        first_weight: how many times rows of the first positions count.
+        """
         step = stride or self.settings.stride
-        key = (tuple(names or ()), share, rotated, step, exact_prefix)
+        key = (tuple(names or ()), share, rotated, step, exact_prefix, first_weight)
         if key not in self._moments:
             shapes = self.source.identity.geometry, self.target.identity.geometry
             moments = PairMoments.zeros(*shapes)
@@ -144,7 +149,7 @@ class StudyPair:
             for done, window in enumerate(windows, 1):
                 positions = row_positions(len(window), step, exact_prefix)
                 one, other = (_maybe_rotated(side.capture(window), rotated) for side in sides)
-                moments.add(one.rows(positions), other.rows(positions))
+                add_weighted(moments, one, other, positions, first_weight)
                 self._tell("capture", done, len(windows))
             moments.flush()
             self._moments.clear()  # one at a time: they are large

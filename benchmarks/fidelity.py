@@ -1,0 +1,213 @@
+"""What recipes of a fit are worth: one protocol over any pair.
+
+    python -m benchmarks.fidelity SOURCE TARGET --text wiki.utf8 --text c4.utf8 --text code.utf8 \
+        --other technical.utf8 --captures DIR [--both] [--recipes paper,ridge,...] [--default ridge] \
+        [--mapper NAME=DIR] [--name PAIR] [--output benchmarks/results/fidelity.csv]
+
+Both models run once over the calibration windows and over the held-out ones, and are kept in DIR; a recipe is
+then a solve and two short tails a window (its own document's cache and another's). All recipes of a pair see
+the same tokens. A line is one recipe on `all` held-out windows of the texts that were fitted on, on each one,
+and on those that were not fitted on (`other`); lines that are there already are replaced. `default` is the
+recipe that the ranking chose, under that name as well. `removed` is the share of the paper's excess that is
+gone, paired over windows. Not in `fit_seconds`: the forwards and the moments, which are the same for all. The
+same input gives the same numbers: nothing is drawn but the bootstrap, from a fixed seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.machine import RESULTS, describe
+from kvhub.errors import KvhubError
+from kvhub.evaluation.evidence import ALL
+from kvhub.fit.settings import FitSettings, parse_k
+from kvhub.study.measure import ArmScores, MapperCandidate, measure
+from kvhub.study.pair import StudyPair, StudyText
+from kvhub.study.recipes import RECIPES, apply_flops, fit, named, stored_bytes
+
+COLUMNS = (
+    "pair", "recipe", "domain", "excess_nll", "low", "high", "removed", "removed_low", "removed_high",
+    "kl", "kl_low", "kl_high", "top1", "cosine", "cosine_worst", "gap_recovered", "gap_low", "gap_high",
+    "wrong_document", "source", "empty", "native_nll", "k", "exact_prefix", "bytes", "apply_flops",
+    "fit_seconds", "windows", "n",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a recipe costs; None: not measured."""
+
+    k: int
+    exact_prefix: int
+    stored: int
+    flops: int
+    seconds: float | None
+
+
+def part(scores: ArmScores, names: list[str]) -> ArmScores:
+    """Some of the domains."""
+    return ArmScores({name: scores.results[name] for name in names})
+
+
+def lines(
+    pair: str, recipe: str, scores: ArmScores, paper: ArmScores | None, cost: Cost, fitted: list[str]
+) -> list[dict[str, object]]:
+    """All lines of one recipe. fitted: the texts that were fitted on; the others count as `other`."""
+    others = [name for name in scores.results if name not in fitted]
+    parts = {ALL: fitted, **{name: [name] for name in scores.results}}
+    if others:
+        parts["other"] = others
+    found = []
+    for label, names in parts.items():
+        mine = part(scores, names)
+        wrong = all("wrong-document" in w.sums for ws in mine.results.values() for w in ws)
+        line: dict[str, object] = {"pair": pair, "recipe": recipe, "domain": label}
+        line["excess_nll"] = mine.excess()
+        estimates = {"": mine.over_native("nll"), "kl_": mine.over_native("kl"), "gap_": mine.gap()}
+        for prefix, estimate in estimates.items():
+            line[f"{prefix}low"], line[f"{prefix}high"] = estimate.low, estimate.high
+        line["gap_recovered"] = estimates["gap_"].value
+        if paper is not None:
+            removed = mine.share_removed(part(paper, names))
+            line |= {"removed": removed.value, "removed_low": removed.low, "removed_high": removed.high}
+        cosine = mine.cosine()
+        line |= {
+            "kl": mine.mean("mapped", "kl"),
+            "top1": mine.mean("mapped", "top1"),
+            "cosine": float(cosine.mean()),
+            "cosine_worst": float(cosine.min()),
+            "wrong_document": mine.excess(arm="wrong-document") if wrong else None,
+            "source": mine.excess(arm="source"),
+            "empty": mine.excess(arm="empty"),
+            "native_nll": mine.mean("native"),
+            "k": cost.k,
+            "exact_prefix": cost.exact_prefix,
+            "bytes": cost.stored,
+            "apply_flops": cost.flops,
+            "fit_seconds": cost.seconds,
+            "windows": sum(len(ws) for ws in mine.results.values()),
+            "n": int(mine.positions().sum()),
+        }
+        found.append(line)
+    return found
+
+
+def keep(path: Path, new: list[dict[str, object]]) -> None:
+    """Put lines into a CSV file, in the place of those of the same pair, recipe and domain."""
+    lines = []
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            lines = list(csv.DictReader(file))
+    fresh = {(line["pair"], line["recipe"], line["domain"]) for line in new}
+    kept = [line for line in lines if (line["pair"], line["recipe"], line["domain"]) not in fresh]
+    shown = [{name: _cell(line.get(name)) for name in COLUMNS} for line in new]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        table.writeheader()
+        table.writerows([*kept, *shown])
+
+
+def _cell(value: object) -> str:
+    if value is None or value != value:  # no number: NaN
+        return ""
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def one_way(pair: StudyPair, name: str, given: argparse.Namespace) -> None:
+    """All recipes of one direction, each written as soon as it is measured."""
+    from kvhub.mapper.load import load_mapper
+
+    fitted = list(pair.text.fit)
+    bundle = pair.bundle()
+    paper: ArmScores | None = None
+
+    def done(recipe: str, scores: ArmScores, cost: Cost) -> None:
+        found = lines(name, recipe, scores, paper, cost, fitted)
+        if recipe == given.default:
+            found += [line | {"recipe": "default"} for line in found]
+        keep(given.output, found)
+        print(f"{name} {recipe}: excess {found[0]['excess_nll']:.4f} KL {found[0]['kl']:.4f}", flush=True)
+
+    for wanted in given.recipes.split(","):
+        recipe = named(wanted)
+        try:
+            solved, seconds = fit(pair, recipe)
+        except KvhubError as error:
+            print(f"{name} {wanted}: left out: {error.message}", flush=True)
+            continue
+        scores = pair.measure(pair.candidate(solved), exact_prefix=recipe.exact_prefix, wrong=not given.short)
+        if wanted == "paper":
+            paper = scores
+        cost = Cost(
+            len(solved.layers[0]), recipe.exact_prefix, stored_bytes(solved), apply_flops(solved), seconds
+        )
+        done(wanted, scores, cost)
+    for entry in given.mapper:
+        label, _, path = entry.partition("=")
+        mapper = load_mapper(path)
+        manifest = mapper.manifest
+        if (manifest.source.digest, manifest.target.digest) == (bundle.source.digest, bundle.target.digest):
+            exact = manifest.exact_prefix
+            scores = measure(
+                MapperCandidate(mapper), bundle, pair.target, exact_prefix=exact, wrong=not given.short
+            )
+            size = sum(f.size for f in manifest.files)
+            done(label, scores, Cost(manifest.k, exact, size, size, None))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("source")
+    parser.add_argument("target")
+    parser.add_argument("--text", type=Path, action="append", required=True)
+    parser.add_argument("--other", type=Path, action="append", default=[])
+    parser.add_argument("--captures", type=Path, required=True)
+    parser.add_argument("--name", default=None, help="of the pair; reversed for the way back")
+    parser.add_argument("--both", action="store_true")
+    parser.add_argument("--recipes", default=",".join(recipe.name for recipe in RECIPES))
+    parser.add_argument("--default", default="ridge")
+    parser.add_argument("--mapper", action="append", default=[], metavar="NAME=DIR")
+    parser.add_argument("--k", default="8")
+    parser.add_argument("--sequences", type=int, default=80)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--stride", type=int, default=2)
+    parser.add_argument("--windows", type=int, default=18)
+    parser.add_argument("--prefix", type=int, default=384)
+    parser.add_argument("--tail", type=int, default=128)
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--short", action="store_true", help="without the wrong-document arm")
+    parser.add_argument("--output", type=Path, default=RESULTS / "fidelity.csv")
+    given = parser.parse_args(argv)
+
+    import torch
+    from transformers.utils import logging
+
+    from kvhub.model.load import load_model
+
+    logging.disable_progress_bar()
+    settings = FitSettings(
+        k=parse_k(given.k), sequences=given.sequences, length=given.length, stride=given.stride
+    )
+    dtype = getattr(torch, given.dtype) if given.dtype else None
+    one, two = load_model(given.source, dtype), load_model(given.target, dtype)
+    text = StudyText.cut(
+        given.text, one.tokenizer, settings,
+        windows=given.windows, prefix=given.prefix, tail=given.tail, others=given.other,
+    )  # fmt: skip
+    pair = StudyPair(one, two, text, settings, given.captures)
+    names = given.name.split("->") if given.name else [one.identity.name, two.identity.name]
+    one_way(pair, "->".join(names), given)
+    if given.both:
+        one_way(pair.reversed(), "->".join(reversed(names)), given)
+    given.output.with_suffix(".json").write_text(
+        json.dumps({"machine": describe(), "columns": COLUMNS}, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
