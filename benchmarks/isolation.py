@@ -23,7 +23,7 @@ from benchmarks import machine, servers
 from benchmarks.servers import Server, hints
 
 HICACHE = ["--enable-hierarchical-cache", "--hicache-ratio", "3", "--hicache-io-backend", "direct"]
-HICACHE += ["--hicache-mem-layout", "page_first_direct", "--max-total-tokens", "4096", "--page-size", "16"]
+HICACHE += ["--hicache-mem-layout", "page_first_direct", "--max-total-tokens", "8192", "--page-size", "16"]
 TENANTS: list[dict[str, str]] = [
     {},
     {"cache_salt": "a"},
@@ -63,17 +63,19 @@ class Matrix:
         return [3 + number % 4000, 3 + number // 4000, *self.ids[start : start + LENGTH - 2]]
 
     def fill(self, tenant: dict[str, str], text: list[int], tier: str) -> None:
-        """Exact and lossy rows of both models, under one tenant, in one tier."""
+        """Exact and lossy rows of both models, under one tenant."""
         self.pair["small"].generate(text[:130], 2, **tenant)
         lossy = report(self.pair["large"].generate(text, 2, kv_hints=hints(max_hops=2), **tenant))
         self.seen[f"owner mapped, {tier}"] += lossy["mapped"] > 0
         self.pair["small"].generate([*text, 5], 2, kv_hints=hints(max_hops=2), **tenant)
-        if tier == "host":
-            for server in self.pair.values():
-                for _ in range(20):
+
+    def move(self, tier: str) -> None:
+        """Push what was filled out of the tiers above this one."""
+        for server in self.pair.values():
+            if tier == "host":
+                for _ in range(24):
                     server.generate(self.text() * 2, 1, cache_salt="filler")
-        elif tier == "exchange":
-            for server in self.pair.values():
+            elif tier == "exchange":
                 server.flush()
 
     def probe(self, tenant: dict[str, str], text: list[int], name: str, way: str, tier: str) -> None:
@@ -106,17 +108,16 @@ class Matrix:
         for tier in ("device", "host", "exchange"):
             for owner in TENANTS:
                 ways = itertools.cycle(WAYS)
-                for stranger in strangers:
-                    if stranger == owner:
-                        continue
-                    text = self.text()
+                texts = [(stranger, self.text()) for stranger in strangers if stranger != owner]
+                for _, text in texts:
                     self.fill(owner, text, tier)
+                self.move(tier)
+                self.owner(owner, texts[-1][1], tier)
+                for number, (stranger, text) in enumerate(texts):
                     # one server, then the other in a way that cannot map what the first just published
-                    first = ("small", "large")[self.counts["probes"] // 2 % 2]
-                    second = "large" if first == "small" else "small"
-                    self.probe(stranger, text, first, next(ways), tier)
-                    self.probe(stranger, text, second, "silent", tier)
-                self.owner(owner, text, tier)
+                    names = ("small", "large") if number % 2 else ("large", "small")
+                    self.probe(stranger, text, names[0], next(ways), tier)
+                    self.probe(stranger, text, names[1], "silent", tier)
             print(tier, dict(self.counts), dict(self.seen), flush=True)
 
 
