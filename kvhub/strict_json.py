@@ -23,9 +23,9 @@ def read_bounded(path: Path, *, limit: int, follow_symlinks: bool = False) -> by
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
-        raise NotFound(f"{path} does not exist") from None
+        raise NotFound(f"{path} does not exist", "check the path") from None
     except PermissionError:
-        raise AccessDenied(f"{path} may not be read") from None
+        raise AccessDenied(f"{path} may not be read", "check who owns it") from None
     except OSError as error:  # ELOOP: a symlink; ENXIO: a socket
         raise Corrupt(f"{path} is not a regular file ({error.strerror})") from None
     with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor, not a path

@@ -43,7 +43,7 @@ def write_evidence(directory: Path, evidence: Evidence) -> None:
     Errors: `NotFound`, `AccessDenied`, `KvhubError` (disk full); the old evidence then remains.
     """
     if not directory.is_dir():
-        raise NotFound(f"no such mapper: {directory}")
+        raise NotFound(f"no such mapper: {directory}", "kvhub list shows what is registered")
     temporary: Path | None = None
     try:
         # Outside the artifact until it is whole: a leftover inside would read as a foreign file.
@@ -58,7 +58,7 @@ def write_evidence(directory: Path, evidence: Evidence) -> None:
         temporary.chmod(0o644)
         temporary.replace(directory / EVIDENCE)
     except PermissionError:
-        raise AccessDenied(f"{directory} may not be written") from None
+        raise AccessDenied(f"{directory} may not be written", "check who owns it") from None
     except OSError as error:
         raise KvhubError(f"cannot write {directory / EVIDENCE}: {error.strerror or error}") from None
     finally:

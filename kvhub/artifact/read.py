@@ -37,11 +37,13 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     if not directory.is_dir():
-        raise NotFound(f"no such mapper: {directory}")
+        raise NotFound(f"no such mapper: {directory}", "kvhub list shows what is registered")
     try:
         data = read_bounded(path, limit=MANIFEST_LIMIT)
     except NotFound:
-        raise NotFound(f"{directory} is not a mapper: it has no {MANIFEST}") from None
+        raise NotFound(
+            f"{directory} is not a mapper: it has no {MANIFEST}", "name the directory that kvhub fit wrote"
+        ) from None
     content = parse_object(data, MANIFEST)
     version = content.get("schema_version")
     if type(version) is int and version > SCHEMA_VERSION:
@@ -71,7 +73,7 @@ def verify_artifact(directory: Path, *, deep: bool) -> Manifest:
     try:
         names = sorted(path.name for path in directory.iterdir())
     except PermissionError:
-        raise AccessDenied(f"{directory} may not be read") from None
+        raise AccessDenied(f"{directory} may not be read", "check who owns it") from None
     for name in names:
         if name not in listed | BESIDE:
             raise Corrupt(f"{name[:80]!r} does not belong to the mapper")
@@ -107,7 +109,7 @@ def _check_file(directory: Path, entry: FileEntry, *, deep: bool) -> None:
             with path.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
         except PermissionError:
-            raise AccessDenied(f"{path} may not be read") from None
+            raise AccessDenied(f"{path} may not be read", "check who owns it") from None
         if found != entry.sha256:
             raise Corrupt(f"{entry.name} was changed: its sha256 is not the manifest's")
 

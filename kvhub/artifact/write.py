@@ -157,7 +157,7 @@ def _explained(directory: Path) -> Iterator[None]:
     try:
         yield
     except PermissionError:
-        raise AccessDenied(f"{directory} may not be written") from None
+        raise AccessDenied(f"{directory} may not be written", "choose another directory") from None
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = "the disk is full" if full else (error.strerror or str(error))

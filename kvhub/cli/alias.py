@@ -39,7 +39,7 @@ def command(name: str | None, mapper: str | None, remove: bool, why: str, form: 
         _show(form)
     elif remove:
         if mapper is not None:
-            raise BadInput("--remove takes a name alone")
+            raise BadInput("--remove takes a name alone", "kvhub alias --remove NAME")
         digest = lifecycle.unname(name, why=why or "removed")
         click.echo(f"@{name.removeprefix('@')} meant {digest[:12]}")
     elif mapper is None:

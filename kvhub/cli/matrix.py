@@ -46,10 +46,12 @@ def command(
     for text in served:
         name, separator, revision = text.partition("=")
         if not separator or not name or not revision:
-            raise BadInput(f"{text!r} is not MODEL=REVISION")
+            raise BadInput(f"{text!r} is not MODEL=REVISION", "--served qwen3-8b=COMMIT")
         revisions[name] = revision
     if (form == "png") != (path is not None):
-        raise BadInput("a picture needs both --format png and --output FILE")
+        raise BadInput(
+            "a picture needs both --format png and --output FILE", "kvhub matrix --format png --output a.png"
+        )
     with explained(), reading_registry() as registry:
         table = coverage(registry.list(), family=family, models=models, served=revisions)
     if form == "json":

@@ -40,7 +40,7 @@ def matrix_picture(table: Coverage, path: Path) -> None:
         temporary.write_bytes(data.getvalue())
         temporary.replace(path)
     except OSError as error:
-        raise AccessDenied(f"cannot write {path}: {error.strerror}") from None
+        raise AccessDenied(f"cannot write {path}: {error.strerror}", "give another --output") from None
     finally:
         temporary.unlink(missing_ok=True)
 

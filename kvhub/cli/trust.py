@@ -36,7 +36,7 @@ def command(name: str | None, key: str | None, remove: bool, require: bool | Non
     content = policy.model_dump()
     if name is not None and remove:
         if content["publishers"].pop(name, None) is None:
-            raise BadInput(f"{name!r} is not listed")
+            raise BadInput(f"{name!r} is not listed", "kvhub trust shows who is")
     elif name is not None:
         if key is None:
             raise BadInput(

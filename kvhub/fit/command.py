@@ -172,7 +172,8 @@ def _demand_context(models: Sequence[ModelIdentity], settings: FitSettings) -> N
     for model in models:
         if settings.length > model.rope.context:
             raise BadInput(
-                f"--length {settings.length} exceeds the context of {model.name} ({model.rope.context})"
+                f"--length {settings.length} exceeds the context of {model.name} ({model.rope.context})",
+                f"use --length {model.rope.context} or less",
             )
 
 

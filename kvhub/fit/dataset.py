@@ -39,7 +39,9 @@ class Dataset:
         """Errors: `BadInput`."""
         match = _REPOSITORY.match(text)
         if match is None or ".." in text:
-            raise BadInput(f"--dataset {text} is not org/name[/folder][@revision]")
+            raise BadInput(
+                f"--dataset {text} is not org/name[/folder][@revision]", "a file here is given with --text"
+            )
         return cls(match["repo"], match["folder"].strip("/"), match["revision"])
 
 
@@ -139,7 +141,10 @@ def _json_records(file: Any, where: str) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError):
                 value = None
             if not isinstance(value, dict):
-                raise BadInput(f"line {number} of {where} is not a JSON object")
+                raise BadInput(
+                    f"line {number} of {where} is not a JSON object",
+                    'each line is one record: {"text": "..."}',
+                )
             yield {key: value[key] for key in ("text", "messages") if key in value}
 
 

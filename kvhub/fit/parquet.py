@@ -22,11 +22,11 @@ def read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         with path.open("rb") as file:
             yield from parquet_records(file, str(path))
     except FileNotFoundError:
-        raise NotFound(f"no such text file: {path}") from None
+        raise NotFound(f"no such text file: {path}", "check the path that --text names") from None
     except PermissionError:
-        raise AccessDenied(f"{path} may not be read") from None
+        raise AccessDenied(f"{path} may not be read", "check who owns it") from None
     except IsADirectoryError:
-        raise BadInput(f"{path} is a directory, not a text file") from None
+        raise BadInput(f"{path} is a directory, not a text file", "name the files in it") from None
 
 
 def parquet_records(file: Any, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -41,11 +41,16 @@ def parquet_records(file: Any, where: str) -> Iterator[tuple[int, dict[str, Any]
         table = ParquetFile(file)
         column = next((name for name in _COLUMNS if name in table.schema_arrow.names), None)
         if column is None:
-            raise BadInput(f'{where} has neither a "text" nor a "messages" column')
+            raise BadInput(
+                f'{where} has neither a "text" nor a "messages" column',
+                "rename the column that holds the text",
+            )
         for batch in table.iter_batches(batch_size=_BATCH, columns=[column]):
             for value in batch.column(0).to_pylist():
                 number += 1
                 yield number, {column: value if value is not None else ""}
     except ArrowException as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{where} cannot be read as Parquet: {reason[:120]}") from None
+        raise BadInput(
+            f"{where} cannot be read as Parquet: {reason[:120]}", "fetch or write the file again"
+        ) from None

@@ -31,7 +31,7 @@ def places(
     if output is None:
         return None
     if output.exists() and not output.is_dir():
-        raise BadInput(f"{output} is a file, not a directory")
+        raise BadInput(f"{output} is a file, not a directory", "--output names a new directory")
     pairs = ((source, target), (target, source))[: 1 + both]
     found = [output / f"{_short(a)}--{_short(b)}--k{settings.k}" for a, b in pairs]
     if len(set(found)) < len(found):
@@ -77,7 +77,7 @@ def write(fitted: Sequence[Fitted], where: Sequence[Path] | None, mappers: Path,
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(mode=0o700)
     except PermissionError:
-        raise AccessDenied(f"{root} may not be written") from None
+        raise AccessDenied(f"{root} may not be written", "give another --output") from None
     try:
         written = []
         for number, one in enumerate(fitted):

@@ -42,14 +42,20 @@ class FitSettings:
 
     def __post_init__(self) -> None:
         if self.lengths is not None and max(self.lengths, default=0) != self.length:
-            raise BadInput("length must be the longest of lengths")
+            raise BadInput("length must be the longest of lengths", "give --length alone, or leave it out")
         if min(self.sequences, self.shortest, self.stride) < 1:
-            raise BadInput("--sequences, --length and --stride must be at least 1")
+            raise BadInput("--sequences, --length and --stride must be at least 1", "leave them out")
         if self.recipe == "best" and self.automatic:
             raise BadInput("--recipe best goes over lambda itself and needs a k that bounds the cost")
+        mlp = isinstance(self.train, MlpSettings)
+        if mlp and self.support == "head-local" and self.train.per != "head":  # type: ignore[union-attr]
+            raise BadInput("head-local support needs one network a head", "use --networks head")
+        if mlp and self.recipe == "best":
+            raise BadInput("--recipe best is for the ridge family")
         if not 0 <= self.exact_prefix < self.shortest:
             raise BadInput(
-                f"--exact-prefix {self.exact_prefix} leaves no row of a window of {self.shortest} tokens"
+                f"--exact-prefix {self.exact_prefix} leaves no row of a window of {self.shortest} tokens",
+                "use a smaller --exact-prefix, or longer windows (--length)",
             )
 
     @property
@@ -119,7 +125,10 @@ def parse_regularization(text: str) -> Regularization | Literal["auto"]:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise BadInput(f"--lambda {text} is neither `paper`, `auto` nor a number of at least 0")
+        raise BadInput(
+            f"--lambda {text} is neither `paper`, `auto` nor a number of at least 0",
+            "1e-3 suits most pairs; auto chooses on held-out text",
+        )
     return Regularization(value)
 
 
@@ -134,7 +143,7 @@ def parse_training(
     try:
         first, second = (int(part) for part in hidden.split(","))
     except ValueError:
-        raise BadInput(f"--hidden {hidden} is not two numbers with a comma") from None
+        raise BadInput(f"--hidden {hidden} is not two numbers with a comma", "--hidden 512,512") from None
     return MlpSettings(hidden=(first, second), per=networks, epochs=epochs)
 
 
@@ -147,7 +156,9 @@ def parse_k(text: str) -> int | Literal["all", "auto"]:
     try:
         return int(text)
     except ValueError:
-        raise BadInput(f"--k {text} is neither a number, `all` nor `auto`") from None
+        raise BadInput(
+            f"--k {text} is neither a number, `all` nor `auto`", "8 suits most pairs; auto chooses"
+        ) from None
 
 
 def parse_lengths(text: str) -> tuple[int, tuple[int, ...] | None]:
@@ -155,5 +166,7 @@ def parse_lengths(text: str) -> tuple[int, tuple[int, ...] | None]:
     try:
         lengths = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise BadInput(f"--length {text} is not a number, nor several with commas") from None
+        raise BadInput(
+            f"--length {text} is not a number, nor several with commas", "--length 1024, or 256,1024"
+        ) from None
     return max(lengths), lengths if len(lengths) > 1 else None

@@ -148,15 +148,15 @@ def _token_lists(documents: Iterable[str], tokenizer: Any) -> Iterator[list[int]
 
 def _read(path: Path) -> str:
     if path.is_dir():
-        raise BadInput(f"{path} is a directory, not a text file")
+        raise BadInput(f"{path} is a directory, not a text file", "name the files in it, each with --text")
     try:
         if path.stat().st_size > MAX_BYTES:
             raise BadInput(f"{path} is larger than {MAX_BYTES >> 30} GiB", "give a sample of it")
         data = path.read_bytes()
     except FileNotFoundError:
-        raise NotFound(f"no such text file: {path}") from None
+        raise NotFound(f"no such text file: {path}", "check the path that --text names") from None
     except PermissionError:
-        raise AccessDenied(f"{path} may not be read") from None
+        raise AccessDenied(f"{path} may not be read", "check who owns it") from None
     if b"\0" in data:
         raise BadInput(f"{path} is binary, not text", "give UTF-8 text, or JSON lines with a text field")
     try:
@@ -164,7 +164,7 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise BadInput(f"{path} is not UTF-8 text (byte {error.start})", "convert it to UTF-8") from None
     if not text.strip():
-        raise BadInput(f"{path} holds no text")
+        raise BadInput(f"{path} holds no text", "give a file with text in it")
     return text
 
 
@@ -203,12 +203,13 @@ def documents_of(records: Iterable[tuple[int, Any]], where: str, tokenizer: Any)
             document = _conversation(value["messages"], f"line {number} of {where}", tokenizer)
         if not isinstance(document, str):
             raise BadInput(
-                f'line {number} of {where} is not an object with a "text" string or a list of "messages"'
+                f'line {number} of {where} is not an object with a "text" string or a list of "messages"',
+                'each line is one record: {"text": "..."}',
             )
         if document.strip():
             found.append(document if isinstance(document, Conversation) else _clean(document))
     if not found:
-        raise BadInput(f"{where} holds no text")
+        raise BadInput(f"{where} holds no text", 'its records need a "text" that is not empty')
     return found
 
 
@@ -223,7 +224,10 @@ def _conversation(messages: Any, where: str, tokenizer: Any) -> Conversation:
         for m in messages
     )
     if not whole or not messages:
-        raise BadInput(f'{where}: every message needs a "role" and a "content" string')
+        raise BadInput(
+            f'{where}: every message needs a "role" and a "content" string',
+            '{"messages": [{"role": "user", "content": "..."}]}',
+        )
     if getattr(tokenizer, "chat_template", None) is None:
         raise BadInput(
             f"{where} is a conversation, and the source's tokenizer has no chat template",
@@ -234,6 +238,9 @@ def _conversation(messages: Any, where: str, tokenizer: Any) -> Conversation:
         written = Conversation(tokenizer.apply_chat_template(turns, tokenize=False))
     except Exception as error:  # a template is a program of its own, and refuses in its own ways
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{where}: the chat template refuses it: {reason[:120]}") from None
+        raise BadInput(
+            f"{where}: the chat template refuses it: {reason[:120]}",
+            'leave the conversation out, or give its text as "text"',
+        ) from None
     written.key = json.dumps(turns, sort_keys=True)
     return written

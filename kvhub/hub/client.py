@@ -118,7 +118,7 @@ def explain(error: Exception, what: str, revision: str | None = None) -> KvhubEr
             f"there is no repository {what} that you may see", f"check the name; if it is private, {LOGIN}"
         )
     if isinstance(error, hub.RemoteEntryNotFoundError):
-        return NotFound(f"a file of {what} is not on the Hub")
+        return NotFound(f"a file of {what} is not on the Hub", "the repository may have changed: try again")
     status = _status(error)
     if status is not None:
         return _by_status(status, what, getattr(error, "server_message", None))
@@ -150,7 +150,7 @@ def _by_status(status: int, what: str, said: str | None) -> KvhubError:
             f"the Hub forbids this on {what}{detail}", "use a token with the right to write there"
         )
     if status == 404:
-        return NotFound(f"{what} is not on the Hub")
+        return NotFound(f"{what} is not on the Hub", "check the name, and that it was not deleted")
     if status in (409, 412):
         return KvhubError(f"{what} changed on the Hub in the meantime", "run the command again")
     if status == 429 or status >= 500:

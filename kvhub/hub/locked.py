@@ -35,7 +35,9 @@ def pull_locked(
         with explained(), open_registry(settings) as registry:
             for name in entry.aliases:
                 if "/" in name:
-                    raise BadInput(f"{name!r} in {path.name} is not an alias")
+                    raise BadInput(
+                        f"{name!r} in {path.name} is not an alias", "kvhub lock writes the file anew"
+                    )
                 registry.set_alias(name, entry.digest, f"locked by {path.name}")
         rows.append(find(row.digest, settings))
     roots.remember(path, settings)

@@ -115,6 +115,6 @@ def write_lock(path: Path, lock: Lock) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise AccessDenied(f"cannot write {path}: {error.strerror}") from None
+        raise AccessDenied(f"cannot write {path}: {error.strerror}", "--output names another file") from None
     finally:
         temporary.unlink(missing_ok=True)

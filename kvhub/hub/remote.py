@@ -57,7 +57,7 @@ def resolve(hub: HfApi, reference: Reference) -> tuple[Remote, str]:
         revision=reference.revision,
     )
     if not info.sha:
-        raise NotFound(f"{repo_id} has no commit yet")
+        raise NotFound(f"{repo_id} has no commit yet", "kvhub push makes one")
     check_listing(info, repo_id)
     folders = mapper_folders(info)
     wanted = reference.subfolder

@@ -35,7 +35,7 @@ LAYOUTS: Mapping[str, ModuleType] = {
 def recognise(directory: Path) -> str:
     """Which layout a directory has. Errors: `NotFound`, `BadInput`."""
     if not directory.is_dir():
-        raise NotFound(f"no such directory: {directory}")
+        raise NotFound(f"no such directory: {directory}", "name the directory that holds the foreign files")
     for name, module in LAYOUTS.items():
         if module.matches(directory):
             return name

@@ -153,7 +153,9 @@ def _standardise(path: Path) -> Any:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a bad config
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{path}: config.json cannot be used: {shown(reason)}") from error
+        raise BadInput(
+            f"{path}: config.json cannot be used: {shown(reason)}", "fetch the model again"
+        ) from error
     if "sliding_attention" in (getattr(config, "layer_types", None) or []) or _slides(config):
         raise Incompatible(f"{path}: sliding-window attention is not supported", code="sliding_window")
     return config

@@ -32,7 +32,7 @@ def identify(
     Errors: `NotFound`, `Corrupt`, `BadInput`, and `Incompatible` whose code names what is unsupported.
     """
     if dtype not in get_args(Dtype):
-        raise BadInput(f"dtype {dtype!r} is not one of {', '.join(get_args(Dtype))}")
+        raise BadInput(f"dtype {dtype!r} is not one of {', '.join(get_args(Dtype))}", "--dtype bfloat16")
     path = path.absolute()
     architecture, shape, rope = describe(path)
     if model is not None:

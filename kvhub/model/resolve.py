@@ -22,7 +22,7 @@ def resolve(ref: str, *, revision: str | None = None, weights: bool = True) -> P
     local = Path(ref).expanduser()
     if local.is_dir():
         if revision is not None:
-            raise BadInput(f"{ref} is a directory and has no revision")
+            raise BadInput(f"{ref} is a directory and has no revision", "leave the revision out")
         return local.absolute()
     if local.is_file():
         raise BadInput(f"{ref} is a file", "give the directory that holds config.json and the weights")
@@ -35,7 +35,7 @@ def resolve(ref: str, *, revision: str | None = None, weights: bool = True) -> P
             f"no such model directory: {ref}", "give a directory, or a Hub id as org/name[@revision]"
         )
     if revision is not None and not _REVISION.match(revision):
-        raise BadInput(f"{revision!r} is not a revision")
+        raise BadInput(f"{revision!r} is not a revision", "a branch, a tag or a commit")
     return _download(repository, revision, _PATTERNS if weights else _SMALL)
 
 

@@ -21,7 +21,9 @@ def load_tokenizer(path: Path) -> Any:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many kinds for a bad file
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{path} has no usable tokenizer: {shown(reason)}") from error
+        raise BadInput(
+            f"{path} has no usable tokenizer: {shown(reason)}", "fetch the model again, with tokenizer.json"
+        ) from error
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -78,7 +78,7 @@ def plan(
 ) -> list[Need]:
     """Every ordered pair of `shapes`. k: source layers per target layer. Errors: `BadInput`."""
     if len({shape.name.casefold() for shape in shapes}) < 2:
-        raise BadInput("a plan needs two models at least")
+        raise BadInput("a plan needs two models at least", "kvhub plan MODEL MODEL")
     return [_need(s, t, rows, k, support, itemsize) for s in shapes for t in shapes if s.name != t.name]
 
 

@@ -65,7 +65,7 @@ def new_key(path: Path) -> str:
     except FileExistsError:
         raise BadInput(f"{path} exists already", "a key is never overwritten") from None
     except OSError as error:
-        raise AccessDenied(f"cannot write {path}: {error.strerror}") from None
+        raise AccessDenied(f"cannot write {path}: {error.strerror}", "choose another place") from None
     with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor, not a path
         file.write(data)
     return _public(key)
@@ -93,7 +93,9 @@ def sign(directory: Path, manifest: Manifest, key: Path) -> Signature:
         temporary.write_bytes(made.to_bytes())
         temporary.replace(directory / SIGNATURE)
     except OSError as error:
-        raise AccessDenied(f"cannot write {directory / SIGNATURE}: {error.strerror}") from None
+        raise AccessDenied(
+            f"cannot write {directory / SIGNATURE}: {error.strerror}", "check who owns the directory"
+        ) from None
     finally:
         temporary.unlink(missing_ok=True)
     return made

@@ -91,7 +91,7 @@ def save(policy: Policy, settings: Settings) -> None:
         temporary.write_text(json.dumps(policy.model_dump(mode="json"), indent=2, sort_keys=True) + "\n")
         temporary.replace(file)
     except OSError as error:
-        raise AccessDenied(f"cannot write {file}: {error.strerror}") from None
+        raise AccessDenied(f"cannot write {file}: {error.strerror}", "set KVHUB_TRUST") from None
     finally:
         temporary.unlink(missing_ok=True)
 
