@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvhub.serving.exposition import Samples
 
 ORIGINS = ("exact", "mapped", "prefilled")
-STAGES = ("handoff", "decide", "wait", "read", "map", "publish", "heal", "shadow")
+STAGES = ("handoff", "wait", "read", "map", "publish", "heal", "shadow")
 
 
 @click.command()

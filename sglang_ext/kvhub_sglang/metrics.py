@@ -22,9 +22,9 @@ Kind = Literal["counter", "histogram", "gauge"]
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _KL = (1e-4, 1e-3, 0.003, 0.01, 0.03, 0.1, 0.2, 0.5, 1, 2, 5)
 
-STAGES = ("decide", "wait", "read", "map", "publish", "heal", "shadow", "handoff")
-"""decide: look-up and choice. wait: a request held back for staging. read: blocks read and checked, off the
-scheduler's thread. map: allocation, copies, mapping, writing, on it. handoff: all of kvhub in a request."""
+STAGES = ("wait", "read", "map", "publish", "heal", "shadow", "handoff")
+"""wait: a request held back for staging. read: blocks looked up, read, checked, off the scheduler's thread.
+map: allocation, copies, mapping, writing, on it. handoff: all of kvhub on it, for one request."""
 
 
 @dataclass(frozen=True)

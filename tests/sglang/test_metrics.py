@@ -249,3 +249,11 @@ def test_log_lines_hold_the_report(
         assert json.loads(text) == record.kvhub  # type: ignore[attr-defined]
     else:
         assert {"rid=r1", "mapped=8", "source=org/small"} <= set(text.split())
+
+
+def test_the_documentation_names_every_metric_stage_and_outcome() -> None:
+    text = (DASHBOARD.parents[1] / "docs" / "operating.md").read_text()
+    for name, metric in CATALOG.items():
+        assert f"`{name}{'_total' if metric.kind == 'counter' else ''}`" in text, name
+    for word in (*STAGES, *Code):
+        assert f"`{word}`" in text, word
