@@ -14,8 +14,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "hub_kill.json"
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "demo")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -26,12 +28,14 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default="pull,push,gc,migrate,fit")
+    parser.add_argument("--add", action="store_true", help="to what an earlier run recorded")
     arguments = parser.parse_args()
     from loopback_hub import LoopbackHub
     from support.killing import Killing
 
     kinds = arguments.kinds.split(",")
 
+    earlier = json.loads(RESULT.read_text()) if arguments.add and RESULT.exists() else {}
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as name, LoopbackHub(Path(name) / "hub").serve() as hub:
         killing = Killing(Path(name), hub, fit="fit" in kinds)
@@ -45,22 +49,25 @@ def main() -> int:
             except AssertionError as error:
                 broken.append(f"{number} {kind}: {error}")
                 print(broken[-1], flush=True)
-            record(number + 1, killed, broken, time.perf_counter() - begun)
+            record(earlier, number + 1, killed, broken, time.perf_counter() - begun)
         killing.close()
     return int(bool(broken))
 
 
-def record(kills: int, killed: dict[str, int], broken: list[str], seconds: float) -> None:
+def record(
+    earlier: dict[str, Any], kills: int, killed: dict[str, int], broken: list[str], seconds: float
+) -> None:
     """What was found so far: a run that is stopped has its result, too."""
+    before = earlier.get("killed_before_the_end", {})
     result = {
-        "kills": kills,
-        "killed_before_the_end": killed,
-        "broken": broken,
-        "seconds": round(seconds, 1),
+        "kills": kills + earlier.get("kills", 0),
+        "killed_before_the_end": before | {kind: n + before.get(kind, 0) for kind, n in killed.items()},
+        "broken": earlier.get("broken", []) + broken,
+        "seconds": round(seconds + earlier.get("seconds", 0.0), 1),
     }
     print(json.dumps(result), flush=True)
-    (ROOT / "benchmarks" / "results").mkdir(exist_ok=True)
-    (ROOT / "benchmarks" / "results" / "hub_kill.json").write_text(json.dumps(result, indent=2) + "\n")
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
