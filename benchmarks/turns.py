@@ -5,7 +5,7 @@
 Offline, with the same mappers and rules as serving (blocks of 64, own rows before mapped ones, hop limit,
 exact first tokens, native tail, healing between turns), and transformers instead of SGLang: a live server
 gives no whole distributions. That a server's mapped cache gives the log-probabilities of this path to 1e-4
-is a test of the suite. Text is held out; every turn is a message of 112 tokens and an answer of 16,
+is a test of the suite. Text is held out; every turn is a message and an answer (112 and 16 tokens),
 teacher-forced.
 
 At each turn the model in use is compared with itself on its own native cache of the same tokens, on the
@@ -33,8 +33,18 @@ from kvhub.mapper.cache import as_layer, as_rows
 from kvhub.model.load import LoadedModel, load_model
 
 BLOCK, MIN_SPAN = 64, 64
-FIRST, MESSAGE, ANSWER = 250, 112, 16
-"""Tokens of the first message, of each later one, and of each answer."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens of the first message, of each later one, and of each answer."""
+
+    first: int = 250
+    message: int = 112
+    answer: int = 16
+
+    def length(self, turns: int) -> int:
+        return self.first + self.answer + (turns - 1) * (self.message + self.answer)
 
 
 @dataclass(frozen=True)
@@ -147,11 +157,13 @@ class Outcome:
     hops: list[int]
 
 
-def switch(sides: Sequence[Side], ids: Tensor, turns: int, policy: Policy, native: list[Any]) -> Outcome:
+def switch(
+    sides: Sequence[Side], ids: Tensor, turns: int, shape: Shape, policy: Policy, native: list[Any]
+) -> Outcome:
     """Hold a batch of conversations `[batch, tokens]` under one policy."""
     held = [side.empty() for side in sides]
     outcome = Outcome([], [], [], [], [])
-    end = FIRST
+    end = shape.first
     for turn in range(turns):
         me, other = turn % 2, 1 - turn % 2
         mine, theirs = held[me], held[other]
@@ -164,8 +176,8 @@ def switch(sides: Sequence[Side], ids: Tensor, turns: int, policy: Policy, nativ
             if stop - before >= MIN_SPAN and stop > mine.tokens:
                 mapped = stop - mine.tokens
                 mine = sides[me].map(mine, theirs, stop, sides[other].loaded)
-        computed = end + ANSWER - before - mapped
-        rows, found = sides[me].compute(mine, ids, end + ANSWER - 1, last=ANSWER)
+        computed = end + shape.answer - before - mapped
+        rows, found = sides[me].compute(mine, ids, end + shape.answer - 1, last=shape.answer)
         exact, reference = native[turn]
         assert found is not None
         outcome.kl.append((reference.exp() * (reference - found)).sum(-1).clamp_min(0).mean(-1))
@@ -174,7 +186,7 @@ def switch(sides: Sequence[Side], ids: Tensor, turns: int, policy: Policy, nativ
         outcome.computed.append(computed)
         outcome.hops.append(int(rows.hops.max()))
         held[me] = exact.copy() if policy.heal else rows
-        end += MESSAGE + ANSWER
+        end += shape.message + shape.answer
     return outcome
 
 
@@ -189,17 +201,17 @@ def _reach(mine: Held, theirs: Held, policy: Policy) -> int:
     return max(min(block * BLOCK, stop) - policy.native_tail, mine.tokens)
 
 
-def references(sides: Sequence[Side], ids: Tensor, turns: int) -> list[Any]:
+def references(sides: Sequence[Side], ids: Tensor, turns: int, shape: Shape) -> list[Any]:
     """Of each turn, the model's native rows and log-probabilities on the same tokens."""
     held = [side.empty() for side in sides]
     found = []
-    end = FIRST
+    end = shape.first
     for turn in range(turns):
         me = turn % 2
-        rows, logs = sides[me].compute(held[me], ids, end + ANSWER - 1, last=ANSWER)
+        rows, logs = sides[me].compute(held[me], ids, end + shape.answer - 1, last=shape.answer)
         held[me] = rows
         found.append((rows, logs))
-        end += MESSAGE + ANSWER
+        end += shape.message + shape.answer
     return found
 
 
@@ -251,6 +263,9 @@ def main() -> None:
     parser.add_argument("--skip", type=float, default=0.8, help="share of each text that is left out")
     parser.add_argument("--conversations", type=int, default=100)
     parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument(
+        "--tokens", type=int, nargs=3, default=[250, 112, 16], metavar=("FIRST", "MESSAGE", "ANSWER")
+    )
     parser.add_argument("--batch", type=int, default=10)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
@@ -261,16 +276,17 @@ def main() -> None:
     up = mapper_between(arguments.home, small, large, arguments.up)
     down = mapper_between(arguments.home, large, small, arguments.down)
     sides = (Side(small, down), Side(large, up))
-    length = FIRST + ANSWER + (arguments.turns - 1) * (MESSAGE + ANSWER)
+    shape = Shape(*arguments.tokens)
+    length = shape.length(arguments.turns)
     ids = windows(small.tokenizer, arguments.text, arguments.conversations, length, arguments.skip)
     gathered: dict[str, list[Outcome]] = {name: [] for name in arguments.policies}
     started = time.monotonic()
     path = None
     for first in range(0, len(ids), arguments.batch):
         batch = ids[first : first + arguments.batch]
-        native = references(sides, batch, arguments.turns)
+        native = references(sides, batch, arguments.turns, shape)
         for name in arguments.policies:
-            gathered[name].append(switch(sides, batch, arguments.turns, POLICIES[name], native))
+            gathered[name].append(switch(sides, batch, arguments.turns, shape, POLICIES[name], native))
         done = first + len(batch)
         print(f"{done}/{len(ids)} conversations, {time.monotonic() - started:.0f} s", flush=True)
         path = machine.write(f"turns-{arguments.name}", report(arguments, gathered, done, (up, down)))
@@ -321,7 +337,7 @@ def report(
         },
         "dtype": arguments.dtype,
         "conversations": done,
-        "tokens_of_first_message_message_answer": [FIRST, MESSAGE, ANSWER],
+        "tokens_of_first_message_message_answer": arguments.tokens,
         "text": [path.name for path in arguments.text],
         "machine": machine.describe(),
         "policies": rows,
