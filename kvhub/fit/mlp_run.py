@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvhub.artifact.manifest import Perceptron, Training
 from kvhub.artifact.tensors import MLP_PARTS
-from kvhub.errors import BadInput, KvhubError
+from kvhub.errors import KvhubError
 from kvhub.fit.accumulate import Progress
 from kvhub.fit.calibration import row_positions
 from kvhub.fit.mlp import MlpSettings, train_networks
@@ -33,11 +33,9 @@ def fit_networks(
 ) -> Solved:
     """The networks for the layers that `solved` selected; its matrices are left behind.
 
-    Both sides have their captures on disk, or models in memory. Errors: `BadInput` for head-local support
-    with one network a layer; `KvhubError` where a weight is not finite.
+    Both sides have their captures on disk, or models in memory. Errors: `KvhubError` where a
+    weight is not finite.
     """
-    if settings.support == "head-local" and how.per != "head":
-        raise BadInput("head-local support needs one network a head", "use --networks head")
     shape = target.identity.geometry
     tensors: dict[str, Tensor] = {}
     curves: list[list[float]] = []
