@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from support import two_ranks
+
+from kvhub_sglang.supported import refused_weights
+
+SMALL = Path(__file__).parents[2] / "models" / "small"
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +93,25 @@ def test_many_requests_in_step(both: tuple[Any, Any]) -> None:
     assert both[0] == both[1]
     _, wrong, mapped, serving = both[0]
     assert wrong == 0 and mapped > 0 and serving
+
+
+class Part:
+    """What one rank of two holds of the shipped small model's weights."""
+
+    def __init__(self, rank: int) -> None:
+        self.weights = {}
+        for name, whole in load_file(SMALL / "model.safetensors").items():
+            if "embed_tokens" in name:
+                self.weights[name] = whole.chunk(2, dim=0)[rank]
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                self.weights[name] = whole.chunk(2, dim=1)[rank]
+
+    def named_parameters(self) -> Any:
+        return ((name, torch.nn.Parameter(weight)) for name, weight in self.weights.items())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_compares_its_part_of_the_weights(rank: int) -> None:
+    assert refused_weights(Part(rank), SMALL, rank=rank, size=2) is None
+    assert "other weights" in str(refused_weights(Part(rank), SMALL, rank=1 - rank, size=2))
+    assert refused_weights(Part(rank), SMALL) is not None
