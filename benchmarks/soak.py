@@ -79,7 +79,14 @@ PARTS = (
 
 
 def soak(
-    part: Part, requests: int, home: str, settings: dict[str, Any], seed: int, clients: int, keep: Path
+    part: Part,
+    requests: int,
+    seconds: float,
+    home: str,
+    settings: dict[str, Any],
+    seed: int,
+    clients: int,
+    keep: Path,
 ) -> tuple[dict[str, Any], list[Said]]:
     """One part: servers up, traffic and faults together, servers checked, servers down."""
     documents = documents_of(seed)
@@ -105,7 +112,7 @@ def soak(
         }
         for server in pair.values():
             server.wait(servers.PATIENCE)
-        traffic = Traffic(pair, documents, requests, clients, seed)
+        traffic = Traffic(pair, documents, requests, clients, seed, seconds)
         faults.servers, faults.pause = list(pair.values()), traffic.may_go
         started = time.monotonic()
         with Memory(pair, traffic.done) as memory, faults:
@@ -251,6 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="of traffic, at most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--home", help="KVHUB_HOME with both mappers (default: fit them first)")
     parser.add_argument("--name", default="soak", help="results/NAME.json")
@@ -274,7 +282,16 @@ def main() -> None:
         for number, part in enumerate(chosen):
             count = round(arguments.requests * part.share / total)
             seed = arguments.seed + number
-            found, said = soak(part, count, home, arguments.settings, seed, arguments.clients, keep)
+            found, said = soak(
+                part,
+                count,
+                arguments.minutes * 60 * part.share / total,
+                home,
+                arguments.settings,
+                seed,
+                arguments.clients,
+                keep,
+            )
             result["parts"].append(found)
             answers += said
             print(json.dumps(found), flush=True)

@@ -51,6 +51,8 @@ class Traffic:
     count: int
     clients: int
     seed: int
+    seconds: float = float("inf")
+    """No request begins later than this."""
     answers: list[Said] = field(default_factory=list)
     went: Counter[str] = field(default_factory=Counter)
     may_go: threading.Event = field(default_factory=threading.Event)
@@ -59,6 +61,7 @@ class Traffic:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._taken = 0
+        self._until = time.monotonic() + self.seconds
         self.may_go.set()
 
     def done(self) -> int:
@@ -75,7 +78,7 @@ class Traffic:
         self.may_go.wait(30)
         with self._lock:
             self._taken += 1
-            return self._taken <= self.count
+            return self._taken <= self.count and time.monotonic() < self._until
 
     def _client(self, number: int) -> None:
         choose = random.Random(self.seed * 1000 + number)
