@@ -116,7 +116,8 @@ class TritonApplier:
         capacity = min(self._chunk, source.tokens) + 255 & ~255
         x = self.workspace.take("x", (2, len(plan.used), capacity, features), self.dtype)
         cos, sin, factor = tables(strip, back=True)
-        block_tokens, block_pairs = 16, 64
+        # The interpreter takes as long for a small program as for a large one.
+        block_tokens, block_pairs = (64, 128) if self.device.type == "cpu" else (16, 64)
         grid = (
             triton.cdiv(tokens, block_tokens),
             triton.cdiv(features // 2, block_pairs),

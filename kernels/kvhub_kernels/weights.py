@@ -48,19 +48,22 @@ class Weights:
     sides: tuple[tuple[Affine, Affine], ...]
 
     @classmethod
-    def of(cls, plan: Plan, tensors: Callable[[int, Side], tuple[Tensor, Tensor]]) -> Weights:
-        """From `tensors(target_layer, side) -> weight, bias` as artifacts hold them.
+    def of(cls, plan: Plan, tensors: Callable[[int, Side], tuple[Tensor, ...]]) -> Weights:
+        """From `tensors(target_layer, side) -> weight, bias[, scale]` as artifacts hold them.
 
-        weight: `full` `[depth, columns]`, `head-local` `[groups, depth, columns]`; bias
+        weight: `full` `[depth, columns]`, `head-local` `[groups, depth, columns]`; bias, and scale for int8,
         `[target_heads, target_dim]`. Errors: `ValueError` for other shapes.
         """
         shape = (plan.groups, plan.depth, plan.columns)
 
         def one(layer: int, side: Side) -> Affine:
-            weight, bias = tensors(layer, side)
+            weight, *columns = tensors(layer, side)
             if weight.numel() != plan.groups * plan.depth * plan.columns or weight.shape[-1] != plan.columns:
                 raise ValueError(f"weight of layer {layer}, {side} is not {list(shape)}")
-            return Affine(weight.reshape(shape), bias.reshape(plan.groups, plan.columns).to(torch.float32))
+            if (weight.dtype == torch.int8) != (len(columns) == 2):
+                raise ValueError(f"int8 weights, and no others, have scales (layer {layer}, {side})")
+            rows = [column.reshape(plan.groups, plan.columns).to(torch.float32) for column in columns]
+            return Affine(weight.reshape(shape), *rows)
 
         return cls(plan, tuple((one(layer, "k"), one(layer, "v")) for layer in range(plan.layers)))
 

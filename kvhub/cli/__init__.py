@@ -43,6 +43,7 @@ COMMANDS = {
     "lock": "Pin mappers by repository, commit and digest.",
     "import": "Take over a mapper of another layout, as a draft.",
     "export": "Write a mapper in another layout.",
+    "quantize": "Write a mapper with int8 weights, as another draft.",
     "sign": "Sign a mapper with an ed25519 key.",
     "trust": "Show or set whose mappers are taken.",
     "ui": "Show the registry in a browser, read-only.",

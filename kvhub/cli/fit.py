@@ -106,7 +106,10 @@ _FEW = 4
     "--max-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",
     help="Use no more than this, instead of what is free.",
 )  # fmt: skip
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda", "sharded"]), default="auto", show_default=True,
+    help="sharded: over all GPUs, memory and disk (accelerate), as is a model too large for its GPU.",
+)  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the order of documents.")
 def command(
     source: str,

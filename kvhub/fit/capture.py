@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvhub.errors import BadInput, KvhubError
+from kvhub.model.placement import input_device
 from kvhub.model.rope import rotary_table
 from kvhub_kernels.rotary import strip_rope
 
@@ -52,7 +53,8 @@ def capture(model: LoadedModel, token_ids: Tensor) -> Capture:
 
 
 def _capture(model: Any, token_ids: Tensor, rope: RopeSpec, name: str) -> Capture:
-    ids = token_ids.to(model.device)[None]
+    home = input_device(model)
+    ids = token_ids.to(home)[None]
     with torch.inference_mode():
         # The body alone: logits over the vocabulary would cost more than a small model's layers.
         cache = model.base_model(input_ids=ids, use_cache=True).past_key_values
@@ -61,8 +63,9 @@ def _capture(model: Any, token_ids: Tensor, rope: RopeSpec, name: str) -> Captur
         values: list[Tensor] = []
         content: list[Tensor] = []
         for number, layer in enumerate(cache.layers):
-            key = layer.keys[0].transpose(0, 1)
-            value = layer.values[0].transpose(0, 1)
+            # Gathered in one place, where the layers of a sharded model lie on several devices.
+            key = layer.keys[0].transpose(0, 1).to(home)
+            value = layer.values[0].transpose(0, 1).to(home)
             for what, rows in (("keys", key), ("values", value)):
                 if not bool(torch.isfinite(rows).all()):
                     raise KvhubError(

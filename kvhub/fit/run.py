@@ -27,6 +27,7 @@ from kvhub.fit.study import choose, choose_recipe
 from kvhub.fit.train import held_out_score, train
 from kvhub.fit.workers import Workers
 from kvhub.model.identity import Geometry
+from kvhub.model.placement import input_device
 
 if TYPE_CHECKING:
     from kvhub.model.load import LoadedModel
@@ -186,7 +187,7 @@ def _device(side: Side) -> torch.device:
     if not side.resident:
         return torch.device("cpu")
     with side.live() as model:
-        return torch.device(model.model.device)
+        return input_device(model.model)
 
 
 def _fitted(

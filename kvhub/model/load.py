@@ -11,11 +11,12 @@ import torch
 from kvhub.errors import BadInput, Corrupt
 from kvhub.model.identify import describe, identify
 from kvhub.model.identity import ModelIdentity
+from kvhub.model.placement import Sharded, loading, place
 from kvhub.model.resolve import resolve
 from kvhub.model.tokenizer import load_tokenizer
 from kvhub.strict_json import shown
 
-__all__ = ["LoadedModel", "load_model", "resolve"]
+__all__ = ["LoadedModel", "Sharded", "load_model", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -29,23 +30,28 @@ class LoadedModel:
 
 
 def load_model(
-    ref: str | Path, dtype: torch.dtype | None = None, *, device: torch.device | str = "cpu"
+    ref: str | Path, dtype: torch.dtype | None = None, *, device: torch.device | str | Sharded = "cpu"
 ) -> LoadedModel:
     """Load `ref` (a directory or `org/name[@revision]`) with SDPA attention.
 
-    dtype: None keeps the config's own. Errors: those of `resolve` and `identify`; `Corrupt` where the
+    dtype: None keeps the config's own. device: `sharded`, a `Sharded`, or a GPU that is too small for it
+    spreads the weights with accelerate. Errors: those of `resolve` and `identify`; `Corrupt` where the
     weights cannot be read.
     """
     path = resolve(str(ref))
     describe(path)  # refuse by name before gigabytes are read
     tokenizer = load_tokenizer(path)
-    model = _weights(path, dtype).to(device).eval().requires_grad_(False)
+    spread = place(path, dtype, device)
+    model = _weights(path, dtype, {} if spread is None else loading(spread))
+    if spread is None:
+        model = model.to(device)
+    model = model.eval().requires_grad_(False)
     found = str(model.dtype).removeprefix("torch.")
     identity = identify(path, dtype=found, model=model, tokenizer=tokenizer)
     return LoadedModel(model, tokenizer, identity, path)
 
 
-def _weights(path: Path, dtype: torch.dtype | None) -> Any:
+def _weights(path: Path, dtype: torch.dtype | None, options: dict[str, Any]) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -57,6 +63,7 @@ def _weights(path: Path, dtype: torch.dtype | None) -> Any:
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **options,
         )
     except SafetensorError as error:
         raise Corrupt(
@@ -64,7 +71,7 @@ def _weights(path: Path, dtype: torch.dtype | None) -> Any:
         ) from None
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{path} cannot be loaded: {shown(reason)}") from error
+        raise BadInput(f"{path} cannot be loaded: {shown(reason)}", "fetch the model again") from error
     # transformers only warns and leaves random numbers where a weight is absent.
     if missing := report["missing_keys"]:
         raise Corrupt(f"{path}: the weights have no {min(missing)}", "download the model again")

@@ -27,6 +27,7 @@ CASES = {
     "bfloat16": Case(tokens=18, k=2, source=(3, 2, 32), target=(2, 2, 32), weights="bfloat16", pool=bf16),
     "int8": Case(tokens=18, k=2, source=(3, 2, 32), target=(2, 2, 32), weights="int8", rows=bf16, pool=bf16),
     "int8, head-local": Case("head-local", 18, 2, (3, 2, 32), (2, 2, 32), weights="int8"),
+    "more pairs than a block": Case(tokens=9, k=1, source=(2, 8, 96), target=(1, 1, 32)),
     "more columns than a tile": Case(tokens=33, k=1, source=(2, 2, 64), target=(1, 8, 96), scattered=False),
 }
 
