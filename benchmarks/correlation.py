@@ -33,17 +33,13 @@ HIGHER_IS_BETTER = {
 NOT_PREDICTORS = {"pair", "source", "target", "recipe", "excess_nll", "kl", "top1", "positions"}
 REFERENCE = "attention_cosine"
 LOSSES = {"excess_nll": 1.0, "kl": 1.0, "top1": -1.0}
-DRAWS = 2000
+DRAWS = 1000
 
 
 def ranks(values: Array) -> Array:
     """Ranks from 0, ties averaged."""
-    order = np.argsort(values, kind="stable")
-    found = np.empty(len(values))
-    found[order] = np.arange(len(values))
-    for value in np.unique(values):
-        same = values == value
-        found[same] = found[same].mean()
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    found: Array = (np.cumsum(counts) - (counts + 1) / 2)[place]
     return found
 
 
@@ -89,15 +85,21 @@ class Points:
         }
 
     def resample(self, draws: int, seed: int = 0) -> list[tuple[NDArray[np.intp], NDArray[np.str_]]]:
-        """Row numbers of drawn pairs, and a name for each row's copy of its direction."""
+        """Row numbers of drawn pairs, and a name for each row's copy of its direction.
+
+        The order of a draw does not matter, so there are few different ones: equal ones share an object.
+        """
         rng = np.random.default_rng(seed)
         pairs = np.unique(self.pair)
+        made: dict[tuple[str, ...], tuple[NDArray[np.intp], NDArray[np.str_]]] = {}
         found = []
         for _ in range(draws):
-            chosen = rng.choice(pairs, len(pairs))
-            index = [np.flatnonzero(self.pair == pair) for pair in chosen]
-            copies = [np.char.add(self.direction[rows], f"#{n}") for n, rows in enumerate(index)]
-            found.append((np.concatenate(index), np.concatenate(copies)))
+            chosen = tuple(sorted(rng.choice(pairs, len(pairs))))
+            if chosen not in made:
+                index = [np.flatnonzero(self.pair == pair) for pair in chosen]
+                copies = [np.char.add(self.direction[rows], f"#{n}") for n, rows in enumerate(index)]
+                made[chosen] = np.concatenate(index), np.concatenate(copies)
+            found.append(made[chosen])
         return found
 
 
@@ -111,28 +113,37 @@ def measures(points: Points, name: str, loss: str, rows: NDArray[np.intp], copie
     return np.array([spearman(x, y), grouped(x, y, copies, 4), grouped(x, y, points.recipe[rows], 4)])
 
 
+def bounds(values: Array) -> tuple[float, float]:
+    """2.5 % and 97.5 % quantiles of what is not NaN; NaN where nothing is."""
+    have = values[~np.isnan(values)]
+    return (float("nan"),) * 2 if have.size == 0 else tuple(np.quantile(have, (0.025, 0.975)))
+
+
 def table(points: Points) -> list[dict[str, str]]:
     """One row for each predictor and loss, best within first."""
     everything = np.arange(len(points.pair))
     draws = points.resample(DRAWS)
     rows: list[dict[str, str]] = []
     for loss in LOSSES:
-        sampled = {
-            name: np.array([measures(points, name, loss, *draw) for draw in draws])
-            for name in points.predictors
-        }
+        sampled = {}
+        for name in points.predictors:
+            known: dict[int, Array] = {}
+            for draw in draws:
+                if id(draw) not in known:
+                    known[id(draw)] = measures(points, name, loss, *draw)
+            sampled[name] = np.array([known[id(draw)] for draw in draws])
         for name, values in sampled.items():
             whole = measures(points, name, loss, everything, points.direction)
             row = {"loss": loss, "predictor": name}
             lead = whole - measures(points, REFERENCE, loss, everything, points.direction)
             for number, kind in enumerate(("pooled", "within", "across")):
-                low, high = np.nanquantile(values[:, number], (0.025, 0.975))
+                low, high = bounds(values[:, number])
                 row |= {
                     kind: f"{whole[number]:.3f}",
                     f"{kind}_low": f"{low:.3f}",
                     f"{kind}_high": f"{high:.3f}",
                 }
-                low, high = np.nanquantile(values[:, number] - sampled[REFERENCE][:, number], (0.025, 0.975))
+                low, high = bounds(values[:, number] - sampled[REFERENCE][:, number])
                 row |= {
                     f"{kind}_lead": f"{lead[number]:.3f}",
                     f"{kind}_lead_low": f"{low:.3f}",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.fidelity import keep
 from kvhub.diagnostics.observe import Observation, observe
 from kvhub.diagnostics.summary import WORST, window_values
 from kvhub.diagnostics.window import WindowDiagnosis, diagnose_window
 from kvhub.errors import KvhubError
+from kvhub.evaluation.bootstrap import Bootstrap, ratio
 from kvhub.evaluation.inject import KvRows, run
 from kvhub.evaluation.metrics import compare_logits
 from kvhub.evaluation.text import held_out_windows
@@ -83,6 +84,8 @@ class Judged:
     calibration: list[WindowDiagnosis]
     probe: list[tuple[float, ...]]
     loss: list[tuple[float, ...]]
+    windows: list[tuple[str, tuple[float, ...]]]
+    """(text, sums) of every window."""
 
 
 def take_moments(
@@ -152,7 +155,7 @@ def judge(
     tail: int,
 ) -> list[Judged]:
     """Everything for all candidates of one direction, one window at a time."""
-    kept = [Judged([], [], [], []) for _ in named]
+    kept = [Judged([], [], [], [], []) for _ in named]
 
     def mapped(seen: Observation) -> list[KvRows]:
         return [candidate.map(seen.source) for _, candidate in named]
@@ -161,11 +164,13 @@ def judge(
         seen = observe(source, target, window, tail)
         for judged, rows in zip(kept, mapped(seen), strict=True):
             judged.calibration.append(diagnose_window(seen, rows))
-    for number, window in enumerate(itertools.chain.from_iterable(domains.values())):
+    every = [(name, window) for name, windows in domains.items() for window in windows]
+    for number, (name, window) in enumerate(every):
         seen = observe(source, target, window, tail)
         rows = mapped(seen)
         sums = tail_sums(target, window, tail, rows)
         for judged, one, found in zip(kept, rows, sums, strict=True):
+            judged.windows.append((name, found))
             (judged.loss if number % 2 else judged.probe).append(found)
             if number % 2 == 0:
                 judged.diagnoses.append(diagnose_window(seen, one))
@@ -199,6 +204,36 @@ def row(judged: Judged) -> dict[str, float]:
     return found | predictors(judged.diagnoses)
 
 
+def fidelity_lines(pair: str, judged: dict[str, Judged], other: set[str]) -> Iterator[dict[str, object]]:
+    """Lines for `fidelity.csv` from the same windows, probe and loss together; what was not run stays empty.
+
+    other: texts that were not fitted on. `removed` is the share of the paper's excess that is gone.
+    """
+    names = [name for name, _ in next(iter(judged.values())).windows]
+    excess = {recipe: np.array([found[0] for _, found in one.windows]) for recipe, one in judged.items()}
+    counts = np.array([found[3] for _, found in next(iter(judged.values())).windows])
+    labels = {"all": [n not in other for n in names], "other": [n in other for n in names]}
+    for label, chosen in labels.items():
+        mask = np.array(chosen)
+        strata = [names[i] for i in np.flatnonzero(mask)]
+        if not strata:
+            continue
+        draws = Bootstrap([strata.count(name) for name in dict.fromkeys(strata)])
+        for recipe, one in judged.items():
+            mine, n = excess[recipe][mask], counts[mask]
+            whole = draws.estimate(lambda w, x=mine, n=n: ratio(w, x, n))  # type: ignore[misc]
+            sums = np.array([found for _, found in one.windows])[mask].sum(0)
+            line: dict[str, object] = {"pair": pair, "recipe": recipe, "domain": label}
+            line |= {"excess_nll": whole.value, "low": whole.low, "high": whole.high}
+            line |= {"kl": float(sums[1] / sums[3]), "top1": float(sums[2] / sums[3])}
+            if "paper" in judged:
+                theirs = excess["paper"][mask]
+                gone = draws.estimate(lambda w, x=mine, y=theirs: 1 - (w @ x) / (w @ y))  # type: ignore[misc]
+                line |= {"removed": gone.value, "removed_low": gone.low, "removed_high": gone.high}
+            line |= {"windows": int(mask.sum()), "n": int(sums[3])}
+            yield line
+
+
 def main() -> None:
     """Measure and append."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -216,6 +251,7 @@ def main() -> None:
     parser.add_argument("--tail", type=int, default=64)
     parser.add_argument("--windows", type=int, default=6, help="held-out windows a text")
     parser.add_argument("--captures", type=Path)
+    parser.add_argument("--fidelity", type=Path, help="also lines for this table of `fidelity.py`")
     parser.add_argument("--turn", type=int, action="append", choices=[0, 1], help="one direction only")
     parser.add_argument("--dtype", default="float32")
     given = parser.parse_args()
@@ -251,9 +287,12 @@ def main() -> None:
                     named.append((name, MapperCandidate(mapper)))
             key = paths[turn].name, paths[1 - turn].name
             named = [one for one in named if (*key, one[0]) not in done]
-            for (name, _), judged in zip(
-                named, judge(source, target, named, domains, fitted, given.tail), strict=True
-            ):
+            found_all = judge(source, target, named, domains, fitted, given.tail)
+            if given.fidelity:
+                table = {name: judged for (name, _), judged in zip(named, found_all, strict=True)}
+                others = {path.stem for path in given.other}
+                keep(given.fidelity, list(fidelity_lines("->".join(key), table, others)))
+            for (name, _), judged in zip(named, found_all, strict=True):
                 about = {
                     "pair": "+".join(sorted(path.name for path in paths)),
                     "source": key[0],
