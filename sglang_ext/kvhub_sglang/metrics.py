@@ -8,6 +8,7 @@ exported, and the dashboard and `kvhub top` are tested against it.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,6 +72,7 @@ class Metrics:
 
     enabled: bool
     _made: dict[str, Any] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     # ---- the process
 
@@ -175,7 +177,14 @@ class Metrics:
             (made.labels(*labels) if labels else made).set(value)
 
     def _get(self, name: str) -> Any:
-        if name not in self._made:
+        found = self._made.get(name)
+        return found if found is not None else self._make(name)
+
+    def _make(self, name: str) -> Any:
+        """Make a metric on its first use; worker threads count too, and a name exists only once."""
+        with self._lock:
+            if name in self._made:
+                return self._made[name]
             import prometheus_client
 
             metric = CATALOG[name]
@@ -191,4 +200,4 @@ class Metrics:
             else:
                 made = prometheus_client.Counter(name, metric.text, metric.labels)
             self._made[name] = made
-        return self._made[name]
+            return made

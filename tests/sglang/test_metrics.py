@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -70,6 +72,27 @@ def test_labels_are_those_of_the_catalogue(exported: str) -> None:
         if not name.endswith("_created"):
             for labels in samples:
                 assert {key for key, _ in labels} - {"le", "pid"} == set(CATALOG[family(name)].labels), name
+
+
+def test_threads_that_count_for_the_first_time_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    monkeypatch.setattr(
+        prometheus_client, "Counter", functools.partial(prometheus_client.Counter, registry=registry)
+    )
+    monkeypatch.setattr(
+        prometheus_client, "Histogram", functools.partial(prometheus_client.Histogram, registry=registry)
+    )
+    metrics, start = Metrics(True), threading.Barrier(8)
+
+    def publish(_: int) -> None:
+        start.wait()
+        metrics.published(2, 0.1, 100)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(publish, range(8)))
+    found = parse(prometheus_client.generate_latest(registry).decode())
+    assert found.by("kvhub_blocks_total", "direction") == {"written": 16}
+    assert found.total("kvhub_stage_seconds_count", stage="publish") == 8
 
 
 def test_metrics_that_are_off_make_nothing() -> None:
