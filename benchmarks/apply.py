@@ -1,11 +1,12 @@
-"""Applying a mapper on the CPU, beside the plain matrix products in it and the eager loop over heads.
+"""Applying a mapper on the CPU, beside the plain matrix products in it, the eager loop over heads, the
+target's own forward (`forward.py`) and two ceilings measured in the same run: a large product and a large copy.
 
     python -m benchmarks.apply [--threads 1 --rounds 5 --pairs all|small]
 
 The three take turns in every round, so that a busy machine slows all of them alike. With one thread the time
 is CPU seconds. Every result is first held against the definition. Of the paper's pairs four target layers are
 mapped (their weights take gigabytes); the small pair is mapped whole.
-Writes `benchmarks/results/apply_cpu.csv`.
+Writes `benchmarks/results/apply_cpu.csv`, or `apply_cpu_small.csv` for the small pair alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.forward import forward_seconds
 from benchmarks.machine import RESULTS, describe
 from benchmarks.shapes import PAIRS, eager, make_plan, make_rows, make_table, make_weights, per_head
 from kvhub_kernels.cpu import CpuApplier
@@ -41,7 +43,30 @@ def fastest(ways: Sequence[Callable[[], Any]], rounds: int, clock: Callable[[], 
     return best
 
 
-def measure(name: str, support: Any, dtype: torch.dtype, tokens: int, rounds: int) -> dict[str, Any]:
+def ceilings(clock: Callable[[], float]) -> dict[torch.dtype | str, float]:
+    """GFLOP/s of a 2048^3 product by dtype, and GB/s (read and written) of a copy of 256 MB."""
+    found: dict[torch.dtype | str, float] = {}
+    for dtype in TOLERANCE:
+        a, b = (torch.randn(2048, 2048).to(dtype) for _ in "ab")
+        out = torch.empty_like(a)
+        (best,) = fastest([lambda: torch.mm(a, b, out=out)], 3, clock)  # noqa: B023
+        found[dtype] = 2 * 2048**3 / best / 1e9
+    whole = torch.zeros(64 << 20)
+    other = torch.empty_like(whole)
+    (best,) = fastest([lambda: other.copy_(whole)], 3, clock)
+    found["copy"] = 2 * whole.nbytes / best / 1e9
+    return found
+
+
+def measure(
+    name: str,
+    support: Any,
+    dtype: torch.dtype,
+    tokens: int,
+    rounds: int,
+    top: dict[torch.dtype | str, float],
+    layer_seconds: float,
+) -> dict[str, Any]:
     """One row of the table."""
     pair = PAIRS[name]
     plan = make_plan(pair, support, None if name == SMALL else 4)
@@ -102,6 +127,10 @@ def measure(name: str, support: Any, dtype: torch.dtype, tokens: int, rounds: in
         "fraction_of_matmul": round(matmul / ours, 3),
         "eager_milliseconds": round(1e3 * loop, 2),
         "times_eager": round(loop / ours, 2),
+        "forward_milliseconds": round(1e3 * layer_seconds * plan.layers, 1),
+        "forward_over_ours": round(layer_seconds * plan.layers / ours, 2),
+        "ceiling_gflops": round(top[dtype], 1),
+        "ceiling_gbytes_per_second": round(top["copy"], 2),
         "relative_error": f"{error:.1e}",
         "load_average": round(os.getloadavg()[0], 1),
     }
@@ -124,16 +153,23 @@ def main() -> None:
         for tokens in ((64, 512, 2048) if name == SMALL else (512,))
         if name == SMALL or options.pairs == "all"
     ]
-    rows = []
-    for case in cases:
+    rows: list[dict[str, Any]] = []
+    clock = time.process_time if options.threads == 1 else time.perf_counter
+    top = ceilings(clock)
+    layers: dict[tuple[str, torch.dtype, int], float] = {}
+    for name, support, dtype, tokens in cases:
+        key = name, dtype, tokens
+        if key not in layers:
+            layers[key] = forward_seconds(name, tokens, dtype, clock)
         with torch.no_grad():
-            rows.append(measure(*case, options.rounds))
+            rows.append(measure(name, support, dtype, tokens, options.rounds, top, layers[key]))
         print(
             ", ".join(f"{key} {value}" for key, value in rows[-1].items() if key not in ("device", "k")),
             flush=True,
         )
     RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / "apply_cpu.csv").open("w", newline="") as file:
+    name = "apply_cpu.csv" if options.pairs == "all" else "apply_cpu_small.csv"
+    with (RESULTS / name).open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
