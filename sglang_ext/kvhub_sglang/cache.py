@@ -21,9 +21,9 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvhub_sglang import handoff
+from kvhub_sglang.background import Background
 from kvhub_sglang.decide import unsupported
 from kvhub_sglang.lineage import RowLineages
 from kvhub_sglang.namespace import Salts
@@ -31,6 +31,7 @@ from kvhub_sglang.place import Pool
 from kvhub_sglang.plan import Plan
 from kvhub_sglang.prefills import Prefills
 from kvhub_sglang.publish import publish
+from kvhub_sglang.queueing import PLAN, QueueingCache, limit_of
 from kvhub_sglang.ranks import RanksFailed
 from kvhub_sglang.refusal import Code
 from kvhub_sglang.report import META_KEY, logger
@@ -38,10 +39,9 @@ from kvhub_sglang.serving import Serving
 from kvhub_sglang.watch import Watch
 
 T = TypeVar("T")
-_PLAN = "kvhub_plan"
 
 
-class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
+class KvhubRadixCache(QueueingCache):
     """Publishes finished blocks, and serves a request's prefix from another model's."""
 
     def __init__(self, params: CacheInitParams) -> None:
@@ -55,6 +55,8 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self._staged: dict[Any, Plan] = {}
         self._prefills = Prefills()
         self.watch: Watch | None = None
+        self.background: Background | None = None
+        self._left_gate: list[str] = []
         super().__init__(params)
 
     def serve(self, serving: Serving) -> None:
@@ -62,6 +64,10 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self.pool = Pool(self.token_to_kv_pool_allocator.get_kvcache())
         self.rows = RowLineages(self.pool.size)
         self._salts = serving.salts
+        if serving.internal is not None:
+            self.background = Background(
+                serving, serving.internal, self._exact_match, self._room, self._left_gate.append
+            )
         self.serving, self.off_because = serving, ""
 
     def switch_off(self, reason: str) -> None:
@@ -125,7 +131,7 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return result
 
     def _plan(self, req: Any, key: RadixKey) -> Plan | None:
-        plan: Plan | None = getattr(req, _PLAN, None)
+        plan: Plan | None = getattr(req, PLAN, None)
         if plan is not None:
             if plan.slots is not None:  # filled for a batch that was not formed
                 self.token_to_kv_pool_allocator.free(plan.slots)
@@ -133,7 +139,7 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             if plan.waiting and self.serving is not None:
                 self._poll(self.serving, plan, req, key)
             return plan
-        if req.lock is not None or req.kv.holds_kv:
+        if req.lock is not None or req.kv.holds_kv or self._internal(req.rid) is not None:
             return None
         serving, salts = self.serving, self._salts
         if serving is None:
@@ -142,9 +148,12 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             return None
         self._withdraw(serving)
         plan = handoff.new_plan(
-            serving, req, _limit(req, key), lambda salt: self._device_match(req, key, salt).device_prefix_len
+            serving,
+            req,
+            limit_of(req, key),
+            lambda salt: self._device_match(req, key, salt).device_prefix_len,
         )
-        setattr(req, _PLAN, plan)
+        setattr(req, PLAN, plan)
         info = req.customized_info if req.customized_info is not None else {}
         info[META_KEY] = [plan.report.as_meta()]
         req.customized_info = info
@@ -158,6 +167,9 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     def _withdraw(self, serving: Serving) -> None:
         """Act on what was noticed since the last request; requests in flight refuse at their load."""
         found = [self.watch.found.popleft() for _ in range(len(self.watch.found))] if self.watch else []
+        gated = {c.digest for c in serving.candidates if not c.draft}  # a draft never was in the gate
+        found += [(digest, "shadow") for digest in self._left_gate if digest in gated]
+        self._left_gate.clear()
         for digest, cause in serving.ranks.share(found):
             serving.withdraw(digest, cause)
 
@@ -172,41 +184,19 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         if not plan.waiting:
             req.cache_salt = plan.salt  # last: from here on the request lives there
 
-    # ---- waiting: blocks are read while the request is in the queue
-
-    def arrived(self, req: Any) -> None:
-        """A request was queued: begin to read its blocks before its first scheduling pass."""
-        if self.serving is not None and getattr(req, _PLAN, None) is None and not req.finished():
-            self._guarded("arrived", lambda: self._arrive(req), None)
-
-    def _arrive(self, req: Any) -> None:
-        tokens = req.origin_input_ids + req.output_ids
-        # as in SGLang's init_next_round_input, which has not run yet
-        limit = req._compute_max_prefix_len(len(tokens))
-        key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
-        self._plan(req, key)
-
-    def must_wait(self, req: Any) -> bool:
-        """Whether the request is to be passed over in this scheduling pass."""
-        plan: Plan | None = getattr(req, _PLAN, None)
-        return plan is not None and plan.waiting and self.serving is not None
-
-    def wait_for_stage(self, seconds: float) -> None:
-        """Give the readers the processor while nothing else is to be run."""
-        if self.serving is not None:
-            self.serving.stager.wait(seconds)
-
     def release_aborted_request(self, handle: Any) -> None:
         super().release_aborted_request(handle)
         self._guarded("release_aborted_request", lambda: self._abandon(handle), None)
 
     def _abandon(self, handle: Any) -> None:
+        if self.background is not None:
+            self.background.internal.finished(handle.rid, None)
         plan = self._staged.pop(handle, None)
         if plan is not None and self.serving is not None:
             handoff.release(self.serving, plan)
 
     def _device_match(self, req: Any, key: RadixKey, salt: str | None) -> MatchResult:
-        probe = RadixKey(key.token_ids, key.extra_key, limit=_limit(req, key), cache_salt=salt)
+        probe = RadixKey(key.token_ids, key.extra_key, limit=limit_of(req, key), cache_salt=salt)
         return super().match_prefix(MatchPrefixParams(key=probe))
 
     def _promise(self, serving: Serving, plan: Plan, req: Any, key: RadixKey, result: MatchResult) -> int:
@@ -221,13 +211,13 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             # SGLang's own host cache serves this request: the two loads are not mixed
             handoff.leave(serving, self.rows, plan, base, held, result.host_hit_length)
             return 0
-        return handoff.promise(serving, self.rows, plan, base, held, (exact, node), _limit(req, key))
+        return handoff.promise(serving, self.rows, plan, base, held, (exact, node), limit_of(req, key))
 
     # ---- load: all of the promise or nothing
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any] | None:
         req = params.req
-        plan: Plan | None = getattr(req, _PLAN, None)
+        plan: Plan | None = getattr(req, PLAN, None)
         self._load_is_private = plan is not None and plan.promised > 0
         if plan is None or not self._load_is_private:
             return self._stock_load(params, plan)
@@ -282,7 +272,7 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return bool(super().load_back_is_cache_owned())
 
     def prefix_device_indices(self, req: Any) -> torch.Tensor:
-        plan: Plan | None = getattr(req, _PLAN, None)
+        plan: Plan | None = getattr(req, PLAN, None)
         if plan is None or plan.slots is None:
             return super().prefix_device_indices(req)  # type: ignore[no-any-return]
         slots, plan.slots = plan.slots, None
@@ -311,7 +301,7 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     # ---- checkpoint: publish what a finished request computed
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        plan: Plan | None = getattr(req, _PLAN, None)
+        plan: Plan | None = getattr(req, PLAN, None)
         if plan is not None and plan.lossy:
             # before the tree can show these rows to anyone
             self._guarded("lineage", lambda: self._note(req, plan, up_to), None)
@@ -349,15 +339,17 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self._guarded("on_release", lambda: self._forget(req), None)
 
     def _forget(self, req: Any) -> None:
-        plan: Plan | None = getattr(req, _PLAN, None)
+        plan: Plan | None = getattr(req, PLAN, None)
         if plan is None:
             return
         if self.serving is not None and req.finished():
             handoff.finish(self.serving, req.rid, plan)
+            if plan.lossy and plan.report.mapped and self.background is not None:
+                self.background.finished(req, plan)
         self._unstage(req, plan)
         if plan.slots is not None:
             self.token_to_kv_pool_allocator.free(plan.slots)
-        setattr(req, _PLAN, None)
+        setattr(req, PLAN, None)
         if plan.lossy:
             # a retracted request decides anew; a finished one is not looked up again
             req.cache_salt = plan.original_salt
@@ -380,8 +372,3 @@ class KvhubRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Bring the response metadata up to date, in place."""
         if req.customized_info is not None and META_KEY in req.customized_info:
             req.customized_info[META_KEY] = [plan.report.as_meta()]
-
-
-def _limit(req: Any, key: RadixKey) -> int:
-    """Reusable tokens, as SGLang itself will cap them: prompt log-probabilities, the last token."""
-    return min(len(key), int(req._compute_max_prefix_len(len(key.token_ids))))

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from kvhub.exchange import BLOCK_TOKENS
-from kvhub_sglang.decide import Match, Question, ask, compose, look_up, read, unsupported
+from kvhub_sglang.decide import Match, NeedsPrefix, Question, ask, compose, look_up, read, unsupported
+from kvhub_sglang.internal import Internal
 from kvhub_sglang.lineage import EXACT, RowLineages
 from kvhub_sglang.place import Pool, place, staged_runs
 from kvhub_sglang.plan import Plan
@@ -18,6 +19,9 @@ from kvhub_sglang.report import Report, log_report
 from kvhub_sglang.serving import Serving
 from kvhub_sglang.stage import Found
 from kvhub_sglang.together import begin, on_all, outcome
+
+_MOST_PREFIXES = 64
+"""Requests that may wait for their first tokens at once."""
 
 
 def new_plan(serving: Serving, req: Any, limit: int, match: Match) -> Plan:
@@ -77,7 +81,7 @@ def poll(serving: Serving, plan: Plan, match: Match) -> None:
     started = time.perf_counter()
     question = plan.question
     assert question is not None
-    found = Found({}, plan.found_nothing)
+    found = plan.found or Found({}, plan.found_nothing)
     if plan.staging:
         staged = outcome(serving, plan, lambda source: read(serving, source))
         if staged is None:
@@ -88,12 +92,36 @@ def poll(serving: Serving, plan: Plan, match: Match) -> None:
     try:
         compose(serving, plan, question, found, match)
         plan.report.reason = Code.EXACT
+    except NeedsPrefix as need:
+        plan.waiting = _compute_prefix(serving, plan, question, found, need.tokens)
+        if not plan.waiting:
+            plan.become_exact()
+            fail(plan, need.code, need.reason)
     except Refusal as refusal:
         plan.become_exact()
         fail(plan, refusal.code, refusal.reason)
-    if plan.dead or not plan.blocks:
+    if not plan.waiting and (plan.dead or not plan.blocks):
         release(serving, plan)
     plan.report.milliseconds += (time.perf_counter() - started) * 1e3
+
+
+def _compute_prefix(serving: Serving, plan: Plan, question: Question, found: Found, needed: int) -> bool:
+    """Have the first tokens computed by a request of our own; whether to go on waiting for them."""
+    now = time.monotonic()
+    if plan.prefix_until:
+        return not serving.ranks.share(now > plan.prefix_until)
+    count = -(-needed // serving.page_size) * serving.page_size
+    if serving.internal is None or count > question.limit or serving.internal.pending > _MOST_PREFIXES:
+        return False
+    plan.found, plan.prefix_until = found, now + max(serving.stager.wait_seconds, 1.0)
+    salt, extra_key = question.original_salt, question.tenant[1] or None
+
+    def done(req: Any) -> None:
+        if req is None:  # aborted: nobody will bring them
+            plan.prefix_until = now
+
+    serving.internal.want(Internal("prefix", question.tokens[:count], salt, extra_key, done=done))
+    return True
 
 
 def release(serving: Serving, plan: Plan) -> None:

@@ -14,6 +14,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 STREAMER = f"{_SCHEDULER}.get_output_streamer_class"
 ADDER = f"{_SCHEDULER}.get_prefill_adder_class"
 QUEUE = f"{_SCHEDULER}._add_request_to_queue"
+INTAKE = f"{_SCHEDULER}.process_input_requests"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 WEIGHT_UPDATES = (
     *(f"{_UPDATER}.update_weights_from_{origin}" for origin in ("disk", "distributed", "tensor", "ipc")),
@@ -30,6 +31,7 @@ def place_hooks() -> None:
     HookRegistry.register(STREAMER, _streamer_class, HookType.AFTER)
     HookRegistry.register(ADDER, _adder_class, HookType.AFTER)
     HookRegistry.register(QUEUE, _queued, HookType.AFTER)
+    HookRegistry.register(INTAKE, _intake, HookType.BEFORE)
     for target in WEIGHT_UPDATES:
         HookRegistry.register(target, _weights_changed, HookType.BEFORE)
 
@@ -39,7 +41,9 @@ def missing() -> list[str]:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     return [
-        target for target in (STREAMER, ADDER, QUEUE, *WEIGHT_UPDATES) if target not in HookRegistry._patched
+        target
+        for target in (STREAMER, ADDER, QUEUE, INTAKE, *WEIGHT_UPDATES)
+        if target not in HookRegistry._patched
     ]
 
 
@@ -61,6 +65,18 @@ def _queued(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) ->
         arrived(req)
 
 
+def _intake(scheduler: Any, received: list[Any], *args: Any, **kwargs: Any) -> None:
+    """Requests to ourselves enter where a client's do, so that all of SGLang's own handling applies."""
+    take = getattr(scheduler.tree_cache, "take_internal", None)
+    if take is None:
+        return
+    taken = take(lambda: not received and bool(scheduler.is_fully_idle()))
+    if taken:
+        from kvhub_sglang.internal import as_input
+
+        received.extend(as_input(request) for request in taken)
+
+
 def _adder_class(adder: type[Any], *args: Any, **kwargs: Any) -> type[Any] | None:
     """Pass over requests whose blocks are still being read, as SGLang does for its own prefetches."""
     if _switch_off is None:
@@ -71,7 +87,7 @@ def _adder_class(adder: type[Any], *args: Any, **kwargs: Any) -> type[Any] | Non
 
 
 def _streamer_class(streamer: type[Any], *args: Any, **kwargs: Any) -> type[Any] | None:
-    """Send `meta_info["kvhub"]` once per request instead of once per token."""
+    """Send `meta_info["kvhub"]` once per request, not per token; no answer of a request of our own."""
     if _switch_off is None:
         return None
 
@@ -80,5 +96,11 @@ def _streamer_class(streamer: type[Any], *args: Any, **kwargs: Any) -> type[Any]
             if key == "kvhub":
                 return True
             return bool(streamer.is_request_level_customized_info_key(self, key))
+
+        def stream_output(self, reqs: list[Any], *args: Any, **kwargs: Any) -> None:
+            keep = getattr(self.tree_cache, "keep_internal", None)
+            kept = reqs if keep is None else keep(reqs)
+            if kept or not reqs:
+                super().stream_output(kept, *args, **kwargs)
 
     return KvhubOutputStreamer

@@ -72,6 +72,10 @@ class Plan:
     promised: int = 0
     slots: Tensor | None = None
     """Pool slots filled by the load and not yet in the request's row."""
+    found: Found | None = None
+    """What was staged, while the request waits for its first tokens to be computed."""
+    prefix_until: float = 0.0
+    """How long it waits for that (`time.monotonic`); 0: not asked for."""
     observed: bool = False
     """Its prefill was counted in the cost model."""
     noted: int = 0

@@ -34,8 +34,8 @@ from kvhub.mapper.narrow import narrow
 from kvhub.mapper.ridge import RidgeMapper
 from kvhub.model.identity import Geometry, ModelIdentity, RopeSpec
 from kvhub_sglang.cache import KvhubRadixCache
-from kvhub_sglang.ranks import OneRank, Ranks
 from kvhub_sglang.internal import InternalRequests
+from kvhub_sglang.ranks import OneRank, Ranks
 from kvhub_sglang.report import META_KEY, Metrics
 from kvhub_sglang.serving import Candidate, Serving
 from kvhub_sglang.settings import ServingSettings
@@ -172,6 +172,7 @@ class Engine:
         slots: int = 2048,
         draft: bool = True,
         start: bool = True,
+        internal: bool = False,
         exchange: Exchange | None = None,
         ranks: Ranks | None = None,
         **settings: Any,
@@ -241,6 +242,7 @@ class Engine:
             exchange=where,
             page_size=page_size,
             metrics=Metrics(False),
+            internal=InternalRequests() if internal else None,
             ranks=ranks or OneRank(),
             heads=self.heads.count,
         )
@@ -322,6 +324,7 @@ class Engine:
             req.prefix_len += req.host_loaded_length
             if self.cache.load_back_is_cache_owned():
                 req.kv.cache_protected_len = req.prefix_len
+        req.cached_tokens = req.prefix_len
         req.lock = self.cache.lock(req.last_node)
         prefix = (
             self.cache.prefix_device_indices(req) if req.prefix_len else torch.empty(0, dtype=torch.int64)
