@@ -18,7 +18,7 @@ from benchmarks.servers import Server, hints
 
 TENANTS: tuple[str | None, ...] = (None, "tenant-a", "tenant-b", "tenant-c")
 FORGED = ("kvhub:", f"kvhub:{'0' * 32}:{'0' * 32}:0:", "kvhub:x:1:0:")
-CONTEXT = 700
+CONTEXT = 900
 """Tokens after which a conversation ends."""
 
 
@@ -86,12 +86,12 @@ class Traffic:
             tenant = choose.choice(TENANTS)
             document = choose.choice(self.documents)
             history = document[: choose.randrange(70, 300)]
-            for turn in range(choose.randrange(1, 6)):
+            for turn in range(choose.randrange(2, 7)):
                 if not self._take():
                     return
-                start = choose.randrange(300, 500)
+                start = choose.randrange(300, 450)
                 prompt = (
-                    history if turn == 0 else [*history, *document[start : start + choose.randrange(4, 60)]]
+                    history if turn == 0 else [*history, *document[start : start + choose.randrange(10, 150)]]
                 )
                 if len(prompt) > CONTEXT:
                     break
