@@ -1,5 +1,5 @@
 """Applying a mapper on the CPU, beside the plain matrix products in it, the eager loop over heads, the
-target's own forward (`forward.py`) and two ceilings measured in the same run: a large product and a large copy.
+target's own forward (`forward.py`) and two ceilings of the same run: a large product and a large copy.
 
     python -m benchmarks.apply [--threads 1 --rounds 5 --pairs all|small]
 

@@ -23,6 +23,7 @@ import torch
 import triton
 
 from benchmarks.shapes import PAIRS, eager, make_plan, make_rows, make_table, make_weights, per_head
+from kvhub_kernels.arriving import Arriving, CudaLane, apply_arriving
 from kvhub_kernels.gpu import TritonApplier
 from kvhub_kernels.plan import Plan
 from kvhub_kernels.reference import map_layer_reference
@@ -140,6 +141,40 @@ def checks(clock: Clock) -> list[dict[str, Any]]:
     return found
 
 
+def arriving(tokens: int = 8192) -> dict[str, Any]:
+    """Blocks of 64 tokens in host memory, mapped as they land, beside one copy of all and then the map."""
+    pair, dtype = PAIRS[MAIN], torch.bfloat16
+    plan = make_plan(pair, "head-local")
+    layers, heads, dim = pair.source
+    blocks = [torch.randn(layers, 2, 64, heads, dim).to(dtype) for _ in range(tokens // 64)]
+    target = poisoned(plan.layers, *pair.target[1:], tokens, dtype, 1)
+    strip, rotate = make_table(pair.source[2], tokens, DEVICE), make_table(pair.target[2], tokens, DEVICE)
+    applier = TritonApplier(make_weights(plan, dtype, DEVICE), rotate, device=DEVICE, dtype=dtype)
+    lane = CudaLane(torch.device(DEVICE))
+
+    def landing() -> torch.Tensor:
+        return apply_arriving(applier, Arriving(blocks), target, strip, rotate, lane)
+
+    def at_once() -> torch.Tensor:
+        rows = torch.cat(blocks, dim=2).to(DEVICE)
+        source = Rows(list(rows[:, 0].unbind(0)), list(rows[:, 1].unbind(0)), tokens)
+        return applier.apply(source, target, strip, rotate)
+
+    good = bool(landing())
+    kept = [layer.clone() for layer in (*target.keys, *target.values)]
+    good &= bool(at_once())
+    same = all(
+        torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+        for a, b in zip(kept, (*target.keys, *target.values), strict=True)
+    )
+    return {
+        "tokens": tokens,
+        "equal": good and same,
+        "landing_milliseconds": round(timed(landing, 5), 2),
+        "at_once_milliseconds": round(timed(at_once, 5), 2),
+    }
+
+
 def measure(
     name: str, support: Any, tokens: int, top: dict[str, float], *, int8: bool, tune: bool
 ) -> dict[str, Any]:
@@ -230,7 +265,7 @@ def main() -> None:
     clock = Clock(options.seconds)
     torch.manual_seed(0)
     top = ceilings()
-    about = {
+    about: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -246,6 +281,11 @@ def main() -> None:
     bad = sum(not row["good"] for row in checked)
     print(f"{len(checked)} shapes checked, {bad} wrong", flush=True)
     save(options.out, "apply_gpu_checks.csv", checked)
+    try:
+        about["arriving"] = arriving()
+    except Exception as failure:
+        about["arriving"] = {"equal": False, "failure": str(failure)[:300]}
+    print(about["arriving"], flush=True)
     for name, support, tokens in itertools.product(PAIRS, ("full", "head-local"), (8192, 32768, 1024)):
         if (name, support, tokens, False) not in plan_of_work:
             plan_of_work.append((name, support, tokens, False))
