@@ -152,7 +152,14 @@ def command(
     from transformers.utils import logging
 
     from kvhub.fit.command import Options, fit
-    from kvhub.fit.settings import FitSettings, parse_k, parse_lengths, parse_regularization, parse_training
+    from kvhub.fit.settings import (
+        DEFAULT_RECIPE,
+        FitSettings,
+        parse_k,
+        parse_lengths,
+        parse_regularization,
+        parse_training,
+    )
     from kvhub.fit.source_text import Texts
     from kvhub.settings import Settings
 
@@ -166,6 +173,7 @@ def command(
         k=parse_k(k) if k is not None else FitSettings.k,
         regularization=parse_regularization(regularization),
         recipe=recipe,
+        **(DEFAULT_RECIPE if recipe == "default" else {}),
         support=support,
         sequences=sequences,
         length=longest,

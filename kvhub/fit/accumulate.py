@@ -10,6 +10,7 @@ from torch import Tensor
 from kvhub.fit.calibration import CalibrationSet, row_positions
 from kvhub.fit.checkpoint import Checkpoint
 from kvhub.fit.moments import PairMoments
+from kvhub.fit.recipes.first import extra, repeated
 from kvhub.fit.settings import FitSettings
 from kvhub.fit.side import Side
 from kvhub.fit.workers import Rows, Workers
@@ -53,8 +54,13 @@ def accumulate(
         rows: Rows | None = None
         if team.rank < len(turn):
             window, chosen = turn[team.rank], positions[team.rank]
-            rows = source.capture(window).rows(chosen), target.capture(window).rows(chosen)
-        for one in team.gather(rows, [len(p) for p in positions], widths):
+            weight = settings.first_weight
+            rows = (
+                repeated(source.capture(window).rows(chosen), chosen, weight),
+                repeated(target.capture(window).rows(chosen), chosen, weight),
+            )
+        counts = [len(p) + extra(p, settings.first_weight) for p in positions]
+        for one in team.gather(rows, counts, widths):
             moments.add(*one)
         done += len(turn)
         if checkpoint and done < len(windows) and team.agree(checkpoint.due(done)):

@@ -16,6 +16,7 @@ from kvhub.errors import BadInput
 from kvhub.fit.accumulate import Progress
 from kvhub.fit.calibration import row_positions
 from kvhub.fit.moments import Moments, PairMoments
+from kvhub.fit.recipes.first import repeated
 from kvhub.fit.ridge import Factors, Regularization
 from kvhub.fit.selection import layer_scores, top_layers
 from kvhub.fit.settings import FitSettings
@@ -153,9 +154,9 @@ def _rows(
     waiting: list[Rows] = []
     for number, window in enumerate(windows, 1):
         positions = row_positions(len(window), settings.stride, settings.exact_prefix)
-        waiting.append(
-            (source.store.rows(window, positions, here), target.store.rows(window, positions, there))
-        )
+        one = source.store.rows(window, positions, here), target.store.rows(window, positions, there)
+        weight = settings.first_weight
+        waiting.append((repeated(one[0], positions, weight), repeated(one[1], positions, weight)))
         if sum(len(rows[0][0]) for rows in waiting) >= PairMoments.BLOCK or number == len(windows):
             sides = [
                 tuple(torch.cat([rows[side][kind] for rows in waiting]) for kind in (0, 1)) for side in (0, 1)

@@ -98,7 +98,7 @@ def solve_layer(
     factors: where the last factor is kept. name: of the layer in messages, where `moments` hold a part.
     Errors: `KvhubError` where the regularised Gram is not positive definite.
     """
-    inputs, outputs = _indices(source, target, target_layer, source_layers, support, moments.x.device)
+    inputs, outputs = indices(source, target, target_layer, source_layers, support, moments.x.device)
 
     def factorise() -> Tensor:
         gram = moments.centred_xx(inputs[..., :, None], inputs[..., None, :])
@@ -119,7 +119,7 @@ def solve_layer(
     return Affine(weight, moments.mean_x(inputs), moments.mean_y(outputs))
 
 
-def _indices(
+def indices(
     source: Geometry,
     target: Geometry,
     target_layer: int,

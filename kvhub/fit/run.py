@@ -18,6 +18,7 @@ from kvhub.fit.calibration import CalibrationSet, row_positions
 from kvhub.fit.checkpoint import Checkpoint
 from kvhub.fit.memory import demand_memory, moment_bytes
 from kvhub.fit.moments import PairMoments
+from kvhub.fit.recipes.first import LOOK, settled
 from kvhub.fit.ridge import Regularization
 from kvhub.fit.selection import layer_scores, top_layers
 from kvhub.fit.settings import FitSettings
@@ -124,6 +125,7 @@ def fit_sides(
         )
     if low_memory:
         fill_captures(source, target, windows, team, tell)
+    settings = settled(settings, (source, target), list(windows.fit[:LOOK]))
     pairs = ((source, target), (target, source))[: 1 + both]
     if layers is not None:
         if not team.first:
@@ -178,9 +180,13 @@ def fit_sides(
 
 
 def _recipe(solved: Solved, settings: FitSettings) -> str | None:
-    if settings.recipe is None or solved.recipe is None:
-        return settings.recipe
-    return f"{settings.recipe}: {solved.recipe}"
+    what = solved.recipe
+    if settings.recipe == "default":
+        what = (
+            f"first row x{settings.first_weight}, keys stretched {settings.stretch:g},"
+            f" values {settings.stretch_values:g}"
+        )
+    return settings.recipe if what is None else f"{settings.recipe}: {what}"
 
 
 def _device(side: Side) -> torch.device:

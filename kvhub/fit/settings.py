@@ -17,6 +17,9 @@ GRID_K = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24)
 GRID_LAMBDA = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 """What `--lambda auto` tries, relative to the mean diagonal."""
 
+DEFAULT_RECIPE: dict[str, Any] = {"first_weight": 0, "stretch": 0.5, "stretch_values": 0.5}
+"""What `--recipe default` adds to ridge: the best closed form on tuning windows (docs/fidelity.md)."""
+
 
 @dataclass(frozen=True)
 class FitSettings:
@@ -35,6 +38,13 @@ class FitSettings:
     seed: int = 0
     recipe: Literal["paper", "default", "best"] | None = None
     """`best` searches over closed-form recipes; the others are names for what the options say."""
+    first_weight: int = 1
+    """How many times the row of the first position counts; 0: as its keys ask for
+    (`kvhub.fit.recipes.first`)."""
+    stretch: float = 0.0
+    """How much of the spread that ridge takes from keys is given back (`kvhub.fit.recipes.scale`)."""
+    stretch_values: float = 0.0
+    """And from values."""
     train: Distill | MlpSettings | None = None
     """Gradient steps after the closed form, or the `mlp` family in its place."""
     created: str | None = None
@@ -45,6 +55,8 @@ class FitSettings:
             raise BadInput("length must be the longest of lengths", "give --length alone, or leave it out")
         if min(self.sequences, self.shortest, self.stride) < 1:
             raise BadInput("--sequences, --length and --stride must be at least 1", "leave them out")
+        if min(self.first_weight, self.stretch, self.stretch_values) < 0:
+            raise BadInput("first_weight, stretch and stretch_values must not be negative")
         if self.recipe == "best" and self.automatic:
             raise BadInput("--recipe best goes over lambda itself and needs a k that bounds the cost")
         mlp = isinstance(self.train, MlpSettings)
@@ -107,8 +119,9 @@ class FitSettings:
         values = asdict(self)
         del values["created"]
         values["lambda"] = values.pop("regularization")
-        if self.recipe is None:
-            del values["recipe"]
+        for name, plain in (("recipe", None), ("first_weight", 1), ("stretch", 0.0), ("stretch_values", 0.0)):
+            if values[name] == plain:
+                del values[name]
         if values.pop("train") is not None:
             values["train"] = {"how": type(self.train).__name__, **asdict(self.train)}  # type: ignore[arg-type]
         return values

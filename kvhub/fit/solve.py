@@ -11,6 +11,7 @@ from torch import Tensor
 from kvhub.artifact.manifest import Perceptron, Training
 from kvhub.errors import KvhubError
 from kvhub.fit.moments import Moments, PairMoments
+from kvhub.fit.recipes.scale import stretch
 from kvhub.fit.ridge import Affine, Factors, Regularization, Support, solve_layer
 from kvhub.fit.settings import FitSettings
 from kvhub.model.identity import Geometry
@@ -81,6 +82,8 @@ def solve_into(
             side, source, target, within, chosen, regularization, support=settings.support, factors=known,
             name=number,
         )  # fmt: skip
+        share = settings.stretch if name == "k" else settings.stretch_values
+        affine = stretch(affine, side, source, target, within, chosen, settings.support, share)
         tensors.update(stored(affine, number, name, target, settings))
 
 

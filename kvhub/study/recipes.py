@@ -8,7 +8,6 @@ from typing import Literal
 
 from kvhub.errors import BadInput
 from kvhub.fit.recipes.groupwise import solve_groupwise
-from kvhub.fit.recipes.scale import stretch
 from kvhub.fit.ridge import PAPER, Regularization, Support
 from kvhub.fit.selection import layer_scores, top_layers
 from kvhub.fit.solve import Solved
@@ -80,7 +79,13 @@ def fit(pair: StudyPair, recipe: Recipe) -> tuple[Solved, float]:
     shapes = pair.source.identity.geometry, pair.target.identity.geometry
     assert pair.settings.k != "auto"
     k = recipe.count(pair.settings.k, shapes[0])
-    settings = replace(pair.settings, k=k, support=recipe.support)
+    settings = replace(
+        pair.settings,
+        k=k,
+        support=recipe.support,
+        stretch=recipe.stretch_keys,
+        stretch_values=recipe.stretch_values,
+    )
     moments = pair.moments(
         stride=recipe.stride, exact_prefix=recipe.exact_prefix, first_weight=recipe.first_weight
     )
@@ -92,12 +97,6 @@ def fit(pair: StudyPair, recipe: Recipe) -> tuple[Solved, float]:
         solved = solve_groupwise(
             moments, *shapes, layers, recipe.regularization, settings, factor=recipe.off_head
         )
-    if recipe.stretch_keys or recipe.stretch_values:
-        tensors = stretch(
-            solved.tensors, solved.layers, moments, *shapes,
-            keys=recipe.stretch_keys, values=recipe.stretch_values,
-        )  # fmt: skip
-        solved = replace(solved, tensors=tensors)
     return solved, time.perf_counter() - began
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvhub.fit.moments import PairMoments
 from kvhub.fit.recipes.groupwise import solve_groupwise
-from kvhub.fit.recipes.scale import stretch
 from kvhub.fit.ridge import Regularization, Support
 from kvhub.fit.selection import top_layers
 from kvhub.fit.settings import FitSettings
@@ -55,17 +54,17 @@ def solve_choice(
 ) -> Solved:
     """scores: of `layer_scores`. Errors: those of `solve_pair`."""
     layers: Sequence[Sequence[int]] = top_layers(scores, choice.k)
-    settings = replace(settings, k=choice.k, support=choice.support)
+    settings = replace(
+        settings,
+        k=choice.k,
+        support=choice.support,
+        stretch=choice.stretch_keys,
+        stretch_values=choice.stretch_values,
+    )
     if choice.off_head == 1.0:
         solved = solve_pair(moments, source, target, layers, choice.regularization, settings)
     else:
         solved = solve_groupwise(
             moments, source, target, layers, choice.regularization, settings, factor=choice.off_head
         )
-    if choice.stretch_keys or choice.stretch_values:
-        tensors = stretch(
-            solved.tensors, layers, moments, source, target,
-            keys=choice.stretch_keys, values=choice.stretch_values,
-        )  # fmt: skip
-        solved = replace(solved, tensors=tensors)
     return replace(solved, support=choice.support, recipe=choice.label())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvhub.errors import KvhubError
 from kvhub.fit.moments import Moments, PairMoments
+from kvhub.fit.recipes.scale import stretch
 from kvhub.fit.ridge import Affine, Regularization
 from kvhub.fit.selection import matched_heads
 from kvhub.fit.settings import FitSettings
@@ -39,6 +40,8 @@ def solve_groupwise(
     for number, chosen in enumerate(layers):
         for name, side in (("k", moments.key), ("v", moments.value)):
             affine = _layer(side, source, target, number, chosen, regularization, factor)
+            share = settings.stretch if name == "k" else settings.stretch_values
+            affine = stretch(affine, side, source, target, number, chosen, "full", share)
             tensors |= stored(affine, number, name, target, settings)
         tell(number + 1)
     return Solved([list(chosen) for chosen in layers], regularization, tensors)

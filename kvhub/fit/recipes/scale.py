@@ -8,51 +8,37 @@ whole covariance).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from kvhub.fit.moments import Moments, PairMoments
+from kvhub.fit.moments import Moments
+from kvhub.fit.ridge import Affine, Support, indices
 from kvhub.model.identity import Geometry
 
 
 def stretch(
-    tensors: Mapping[str, Tensor],
-    layers: Sequence[Sequence[int]],
-    moments: PairMoments,
+    affine: Affine,
+    moments: Moments,
     source: Geometry,
     target: Geometry,
-    *,
-    keys: float,
-    values: float,
-) -> dict[str, Tensor]:
-    """Tensors of full support, stretched; keys, values: the share for each."""
-    found: dict[str, Tensor] = {}
-    for number, chosen in enumerate(layers):
-        for name, side, share in (("k", moments.key, keys), ("v", moments.value, values)):
-            prefix = f"layers.{number}.{name}"
-            weight, bias = tensors[f"{prefix}.weight"], tensors[f"{prefix}.bias"]
-            inputs = _inputs(source, chosen)
-            factor = _ratio(side, weight.double(), inputs, number, target) ** share
-            wide = weight.double() * factor.repeat_interleave(target.head_dim)
-            kept = wide.to(weight.dtype)
-            mean = side.mean_x(inputs) @ weight.double() + bias.double().flatten()
-            found[f"{prefix}.weight"] = kept
-            found[f"{prefix}.bias"] = (mean - side.mean_x(inputs) @ kept.double()).float().view(bias.shape)
-    return found
+    number: int,
+    chosen: Sequence[int],
+    support: Support,
+    share: float,
+) -> Affine:
+    """`affine` of target layer `number`, stretched; its mean stays. Arguments as in `solve_layer`."""
+    if share == 0:
+        return affine
+    inputs, outputs = indices(source, target, number, chosen, support, moments.x.device)
+    gram = moments.centred_xx(inputs[..., :, None], inputs[..., None, :])
+    predicted = _heads((affine.weight * (gram @ affine.weight)).sum(-2), target)
+    ratio = (_heads(moments.centred_yy()[outputs], target) / predicted.clamp_min(1e-30)).sqrt() ** share
+    columns = ratio.repeat_interleave(target.head_dim).view(affine.mean_y.shape)
+    return replace(affine, weight=affine.weight * columns[..., None, :])
 
 
-def _inputs(source: Geometry, chosen: Sequence[int]) -> Tensor:
-    wide = source.features
-    return (torch.tensor(list(chosen))[:, None] * wide + torch.arange(wide)).flatten()
-
-
-def _ratio(moments: Moments, weight: Tensor, inputs: Tensor, number: int, target: Geometry) -> Tensor:
-    """Spread of the target over that of the prediction, `[heads]`."""
-    gram = moments.centred_xx(inputs[:, None], inputs[None])
-    predicted = (weight * (gram @ weight)).sum(0)
-    start = number * target.features
-    real = moments.centred_yy()[start : start + target.features]
-    shape = target.num_kv_heads, target.head_dim
-    return (real.view(shape).sum(1) / predicted.view(shape).sum(1).clamp_min(1e-30)).sqrt()
+def _heads(columns: Tensor, target: Geometry) -> Tensor:
+    """Sums over each head's columns, `[heads]`."""
+    return columns.reshape(target.num_kv_heads, target.head_dim).sum(1)

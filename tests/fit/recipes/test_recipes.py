@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvhub.fit.capture import Capture
 from kvhub.fit.moments import PairMoments
-from kvhub.fit.recipes.first import repeated
+from kvhub.fit.recipes.first import extra, has_sink, repeated
 from kvhub.fit.recipes.groupwise import solve_groupwise
-from kvhub.fit.recipes.scale import stretch
 from kvhub.fit.ridge import Regularization
 from kvhub.fit.settings import FitSettings
 from kvhub.fit.solve import Solved, solve_pair
@@ -79,7 +79,7 @@ def test_an_infinite_penalty_is_head_local(moments: PairMoments) -> None:
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_stretched_rows_keep_mean_and_spread(rows: Rows, moments: PairMoments, share: float) -> None:
     plain = solved(moments)
-    found = stretch(plain.tensors, LAYERS, moments, SOURCE, TARGET, keys=share, values=0.0)
+    found = solved(moments, stretch=share).tensors
     x, y = rows[0][0].float(), rows[1][0].float()
     for number, chosen in enumerate(LAYERS):
         inputs = torch.cat([x[:, 8 * layer : 8 * layer + 8] for layer in chosen], dim=1)
@@ -97,7 +97,21 @@ def test_stretched_rows_keep_mean_and_spread(rows: Rows, moments: PairMoments, s
 
 
 def test_first_rows_count_several_times(rows: Rows) -> None:
-    keys, values = repeated(rows[0], 2, 3)
-    assert len(keys) == len(values) == 404
-    assert torch.equal(keys[400:], rows[0][0][:2].repeat(2, 1))
-    assert repeated(rows[0], 2, 1) is rows[0]
+    positions = range(0, 800, 2)
+    keys, values = repeated(rows[0], positions, 3)
+    assert len(keys) == len(values) == 400 + extra(positions, 3) == 402
+    assert torch.equal(keys[400:], rows[0][0][:1].repeat(2, 1))
+    assert repeated(rows[0], positions, 1) is rows[0]
+    assert repeated(rows[0], range(4, 804, 2), 3) is rows[0]
+
+
+@pytest.mark.parametrize("apart", [0.0, 2.0])
+def test_a_sink_is_told_from_chance(apart: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    captures = []
+    for _ in range(8):
+        keys = [torch.randn(64, 2, 8, generator=generator) for _ in range(3)]
+        for key in keys:
+            key[0] += apart
+        captures.append(Capture(keys, keys, keys))
+    assert has_sink(captures) == (apart > 0)

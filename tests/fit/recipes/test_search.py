@@ -92,3 +92,13 @@ def test_the_papers_recipe(tmp_path: Path) -> None:
     assert manifest["recipe"] == "paper"
     assert (manifest["regularization"], manifest["regularization_convention"]) == (0.01, "absolute-mean")
     assert "selection" not in manifest
+
+
+def test_the_default_recipe_says_what_it_did(tmp_path: Path) -> None:
+    pair = Pair.make(tmp_path)
+    arguments = pair.arguments("--dtype", "float32", "--recipe", "default", "--output", str(tmp_path / "out"))
+    assert run(arguments) == 0
+    (directory,) = (tmp_path / "out").iterdir()
+    # random models have no sink
+    expected = "default: first row x1, keys stretched 0.5, values 0.5"
+    assert verify_artifact(directory, deep=True).recipe == expected
