@@ -88,6 +88,8 @@ def create(ctx: Any) -> Any:
         serving.settings.max_hops,
         serving.settings.exchange,
     )
+    if serving.ranks.size > 1:
+        logger.info("kvhub on %d ranks: no healing, no shadows, no computed prefixes", serving.ranks.size)
     return cache
 
 
@@ -132,7 +134,8 @@ def open_serving(ctx: Any, ranks: Ranks) -> Serving:
             publishes=publishes(ranks, heads.total),
         ),
         page_size=ctx.params.page_size,
-        internal=InternalRequests(),
+        # they enter when a rank finds itself idle, which each does at its own time
+        internal=InternalRequests() if ranks.size == 1 else None,
         metrics=Metrics(bool(ctx.params.enable_metrics) and ranks.rank == 0),
         ranks=ranks,
         heads=heads.count,
