@@ -12,7 +12,7 @@ nothing is met by accident. Checked, for every prompt:
   pieces    what degree 2 published is taken by degree 1 as its own exact blocks: native answer
   whole     what degree 1 published is taken by degree 2 as its own exact blocks: native answer
   back      what degree 2 published is mapped by small
-  lost      one rank's pieces deleted: nothing of those blocks is used by either rank, native answer
+  lost      every second piece deleted, by age: a block that lacks one is used by neither rank, native answer
 
 Ranks add floats in another order than one process, so a greedy answer may part where two
 tokens are nearly equal; the answers' common length says where. Exact mode reports `wrong`:
@@ -123,7 +123,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         home = stack.enter_context(servers.fitted_home(chosen.home))
         exchange = stack.enter_context(servers.exchange_directory())
-        patient = {"stage_wait_ms": 20000, "publish_wait_ms": 20000}
+        patient = {"stage_wait_ms": 20000, "publish_wait_ms": 10000}
         bind = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[i % len(cores)]) for i in range(2))}
         options: list[tuple[str, dict[str, Any]]] = [
             ("small", {}),
