@@ -50,6 +50,7 @@ COMMANDS = {
     "doctor": "Check settings, disk, registry, Hub and versions.",
     "completion": "Print the script that completes commands in a shell.",
     "top": "Watch what a live server reuses, maps and refuses.",
+    "explain": "Say whether a server would map a history, and why.",
     "serve": "Serve a model with SGLang, reusing other models' caches.",
 }
 

@@ -1,0 +1,103 @@
+"""`kvhub explain`: what a server would do with a prompt of a given length, and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvhub.errors import BadInput, Corrupt, NotFound
+
+_MAX_BYTES = 1 << 20
+
+
+@click.command()
+@click.argument("server")
+@click.option("--tokens", metavar="N", type=click.IntRange(1, 1 << 24), required=True, help="Prompt tokens.")
+@click.option("--held", metavar="N", type=click.IntRange(0), default=0, help="Of them, held exactly there.")
+@click.option("--new", metavar="N", type=click.IntRange(0), default=1, help="Of them, new to both models.")
+@click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
+def command(server: str, tokens: int, held: int, new: int, form: str) -> None:
+    """Say whether SERVER would map a history or compute it.
+
+    SERVER is a port of `kvhub serve` on this machine, or a settings file; what it measured is read from its
+    cost file, which a running server writes every half minute. The source is taken to hold the whole history.
+    """
+    settings = _settings(server)
+    if held + new > tokens:
+        raise BadInput(f"{held} held and {new} new tokens are more than {tokens}")
+    found = explain(settings, tokens, held, new)
+    if form == "json":
+        click.echo(json.dumps(found, indent=1))
+        return
+    for row in found["mappers"]:
+        click.echo(f"mapper {row['mapper'][:12]}: {row['decision']} ({row['reason']})")
+        click.echo(f"  {row['exact']} exact, {row['mapped']} mapped, {row['computed']} computed")
+    if not found["mappers"]:
+        click.echo("no mapper is served: only its own rows are reused")
+
+
+def explain(settings: dict[str, Any], tokens: int, held: int, new: int) -> dict[str, Any]:
+    """The decision for each mapper of a settings file, as `kvhub_sglang.decide` takes it.
+
+    Blocks are whole: of the history, only full blocks of 64 tokens can be mapped, and never the last token.
+    """
+    from kvhub.exchange import BLOCK_TOKENS
+    from kvhub.serving.cost import CostModel
+
+    where = settings.get("cost_file")
+    model = CostModel.load(Path(where)) if where else CostModel()
+    rows = []
+    for served in settings.get("mappers", []):
+        reach = min(tokens - new, tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        exact = max(held, min(served.get("exact_prefix") or 0, reach))
+        reach = max(exact, reach - served.get("native_tail", 0))
+        count = reach - exact
+        cost = model.judge(
+            prompt=tokens,
+            held=held,
+            reach=reach,
+            mapped={served["digest"]: count},
+            blocks=-(-count // BLOCK_TOKENS),
+        )
+        decision, reason = "map", cost.reason
+        if settings.get("reuse") == "off" or served.get("state") == "retired":
+            decision, reason = "compute", "declined: reuse is off or the mapper is retired"
+        elif count < settings.get("min_span", 64):
+            decision, reason = "compute", f"short: {count} tokens to gain, min_span {settings['min_span']}"
+        elif settings.get("worth", "auto") == "auto" and not cost.worth:
+            decision, reason = "compute", f"not_worth_it: {cost.reason}"
+        mapped = count if decision == "map" else 0
+        rows.append(
+            {
+                "mapper": served["digest"],
+                "decision": decision,
+                "reason": reason,
+                "exact": exact if mapped else held,
+                "mapped": mapped,
+                "computed": tokens - mapped - (exact if mapped else held),
+                "reuse_ms": cost.reuse_ms,
+                "compute_ms": cost.compute_ms,
+            }
+        )
+    return {"tokens": tokens, "held": held, "new": new, "mappers": rows, "measured": model.terms()}
+
+
+def _settings(server: str) -> dict[str, Any]:
+    from kvhub.settings import Settings
+
+    path = Path(server)
+    if server.isdecimal():
+        path = Settings.load().home / "serving" / f"{server}.json"
+    try:
+        with path.expanduser().open("rb") as file:
+            found = json.loads(file.read(_MAX_BYTES))
+    except OSError:
+        raise NotFound(f"no settings of a server at {path}", "name the port of a `kvhub serve`") from None
+    except ValueError:
+        raise Corrupt(f"{path} is not a settings file") from None
+    if not isinstance(found, dict) or not isinstance(found.get("mappers"), list):
+        raise Corrupt(f"{path} is not a settings file")
+    return found
