@@ -1,14 +1,21 @@
-"""Two live SGLang servers with kvhub and one stock server, on the shipped pair (the suite's three starts)."""
+"""Two live SGLang servers with kvhub and one stock server, on the shipped pair (the suite's three starts).
+
+The server of the small model maps with the Triton kernels, in Triton's interpreter; that of the large one
+with matrix products.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import random
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +24,12 @@ from typing import Any
 import pytest
 import torch
 from support.server import Server, free_port, running, server_environment
+from transformers import DynamicCache
 
+from kvhub.exchange.block import decode, decode_header
 from kvhub.mapper import Mapper
 from kvhub.model.load import LoadedModel, load_model
+from kvhub_kernels.rows import Rows
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "models"
@@ -42,7 +52,8 @@ class World:
     large: Server
     stock: Server
     exchange: Path
-    mapper: Path
+    mappers: dict[str, Path]
+    """By target."""
     prompts: list[list[int]]
     source: LoadedModel
     target: LoadedModel
@@ -68,11 +79,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         "--sequences", "30", "--length", "192", "--stride", "2", "--dtype", "float32",
     )  # fmt: skip
     source, target = load_model(MODELS / "small", torch.float32), load_model(MODELS / "large", torch.float32)
-    [mapper] = [
-        p
-        for p in (home / "mappers").iterdir()
-        if '"name":"large"' in (p / "manifest.json").read_text().split('"target"')[1]
-    ]
+    mappers = {Mapper.from_pretrained(p).manifest.target.name: p for p in (home / "mappers").iterdir()}
     template = place / "template.jinja"
     template.write_text(TEMPLATE)
     with contextlib.ExitStack() as stack:
@@ -93,15 +100,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                 )
             )
 
-        def serve(name: str, other: str) -> Server:
+        def serve(name: str, other: str, **env: str) -> Server:
             return start(
                 name,
                 "kvhub", "serve", f"models/{name}", "--reuse-from", f"models/{other}", "--allow-draft",
                 "--max-hops", "2", "--worth", "always", "--exchange", str(exchange),
-                env={**os.environ, "KVHUB_HOME": str(home), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "KVHUB_HOME": str(home), "OMP_NUM_THREADS": "1", **env},
             )  # fmt: skip
 
-        small, large = serve("small", "large"), serve("large", "small")
+        small, large = serve("small", "large", TRITON_INTERPRET="1"), serve("large", "small")
         stock_env = server_environment(MODELS / "large", {"OMP_NUM_THREADS": "1"})
         stock = start(
             "stock", "sglang.launch_server", "--model-path", str(MODELS / "large"), "--dtype", "float32",
@@ -111,7 +118,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             server.wait()
         tokens = target.tokenizer(text.read_text()[:60000])["input_ids"]
         prompts = [tokens[i * 300 : i * 300 + 260] for i in range(24)]
-        yield World(small, large, stock, exchange, mapper, prompts, source, target)
+        yield World(small, large, stock, exchange, mappers, prompts, source, target)
         for server in (small, large):
             assert server.process.poll() is None  # nothing ended the scheduler
             assert "memory leak" not in server.log.read_text(errors="replace")
@@ -148,6 +155,53 @@ def test_without_reuse_the_answers_are_those_of_stock_sglang(world: World) -> No
         assert meta(ours)["mapped"] == 0 and meta(ours)["reason"] == "not_asked"
 
 
+def published(exchange: Path, model: str, before: set[Path]) -> list[torch.Tensor]:
+    """Payloads `[layers, 2, 64, heads, dim]` of the two blocks of `model` that are there now and were not."""
+    deadline = time.monotonic() + 20
+    while True:  # an answer does not wait long for its blocks to be written
+        found = {}
+        for path in set(exchange.rglob("*.kv")) - before:
+            data = path.read_bytes()
+            header = decode_header(data)[0]
+            if header.model == model:
+                block = decode(data, bytes.fromhex(header.key), model, header.layout)
+                found[header.position] = block.payload
+        if len(found) >= 2 or time.monotonic() > deadline:
+            return [payload for _, payload in sorted(found.items())]
+        time.sleep(0.2)
+
+
+def test_the_triton_kernels_serve_what_the_matrix_products_do(world: World) -> None:
+    """The real kernels, in Triton's interpreter, in a live server: rows of its pool, and the next tokens."""
+    assert "with triton (interpreted)" in world.small.log.read_text(errors="replace")
+    assert "with matrix products in float32" in world.large.log.read_text(errors="replace")
+    prompt = world.prompts[19][:140]
+    before = set(world.exchange.rglob("*.kv"))
+    world.large.generate(prompt, 4)
+    given = published(world.exchange, world.target.identity.digest, before)
+    answer = world.small.generate(prompt, 8, kv_hints=hints())
+    assert meta(answer)["mapped"] == 128 and meta(answer)["source"] == "large"
+    # The rows as they lay in the server's pool, published with the answer.
+    rows = torch.cat(published(world.exchange, world.source.identity.digest, before), dim=2)
+    mapper = Mapper.from_pretrained(world.mappers["small"])
+    want = torch.full_like(rows, float("nan"))
+    target = Rows(list(want[:, 0]), list(want[:, 1]), 128)
+    assert mapper.map_blocks(given, torch.arange(128), target)  # matrix products, in this process
+    assert mapper.engine("cpu") == "matrix products in float32"
+    torch.testing.assert_close(rows, want, rtol=1e-5, atol=1e-5)
+    cache = DynamicCache()
+    for layer, (keys, values) in enumerate(want):
+        cache.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], layer)
+    text, where = torch.tensor([prompt[128:]]), torch.arange(128, 140)[None]
+    tokens: list[int] = []
+    with torch.no_grad():
+        for _ in range(8):
+            logits = world.source.model(text, past_key_values=cache, position_ids=where).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+            text, where = torch.tensor([tokens[-1:]]), where[:, -1:] + 1
+    assert answer["output_ids"] == tokens
+
+
 def test_a_conversation_continues_on_the_other_server_and_returns(world: World) -> None:
     first = world.small.generate(world.prompts[6], 40, kv_hints=hints())
     second_prompt = [*world.prompts[6], *first["output_ids"], 11, 12, 13]
@@ -170,7 +224,7 @@ def test_logprobs_are_those_of_transformers_on_the_same_mapped_cache(world: Worl
     with torch.no_grad():
         ids = torch.tensor([prompt])
         cache = world.source.model(ids[:, :mapped], use_cache=True).past_key_values
-        mapper = Mapper.from_pretrained(world.mapper)
+        mapper = Mapper.from_pretrained(world.mappers["large"])
         moved = mapper.map(cache, source=world.source, target=world.target)
         logits = world.target.model(
             ids[:, mapped:], past_key_values=moved, position_ids=torch.arange(mapped, 260)[None]
@@ -222,6 +276,38 @@ def test_metrics_count_tokens_by_origin(world: World) -> None:
         line for line in metrics.splitlines() if line.startswith("kvhub_tokens_total{") and "mapped" in line
     ]
     assert mapped and sum(float(line.rsplit(" ", 1)[1]) for line in mapped) >= 256
+
+
+def test_top_shows_a_live_server(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    from kvhub.cli import run
+
+    prompt = world.prompts[19]
+    world.small.generate(prompt, 4)
+    world.large.generate(prompt, 4, kv_hints=hints())
+    assert run(["top", world.large.url, "--once", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["on"] and found["server"]["model"] == "large" and found["server"]["max_hops"] == "2"
+    assert found["tokens"]["mapped"] >= 256 and found["bytes"]["read"] > 0
+    assert found["stages"]["map"]["p50_ms"] > 0 and found["hit_ratio"] > 0
+    assert run(["top", world.large.url, "--once"]) == 0
+    assert "kvhub on" in capsys.readouterr().out
+    assert run(["top", world.stock.url, "--once"]) == 3
+
+
+def test_a_chat_moves_between_sizes_through_the_proxy(world: World) -> None:
+    sys.path.insert(0, str(ROOT))
+    from demo.router.proxy import serving
+
+    messages = [{"role": "user", "content": world.target.tokenizer.decode(world.prompts[20])}]
+    with serving({"small": world.small.url, "large": world.large.url}) as url:
+        proxied = dataclasses.replace(world.small, url=url)
+        body = {"model": "small", "max_tokens": 4, "temperature": 0, "return_meta_info": True}
+        said = proxied.post("/v1/chat/completions", {**body, "messages": messages})
+        answer = said["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": " And then?"}]
+        moved = proxied.post("/v1/chat/completions", {**body, "model": "auto", "messages": messages})
+    [report] = moved["choices"][0]["meta_info"]["kvhub"]
+    assert report["source"] == "small" and report["mapped"] >= 192
 
 
 def test_flush_abort_and_load_lose_nothing(world: World) -> None:
