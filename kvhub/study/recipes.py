@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvhub.errors import BadInput
+from kvhub.fit.recipes.first import LOOK, settled
 from kvhub.fit.recipes.groupwise import solve_groupwise
 from kvhub.fit.ridge import PAPER, Regularization, Support
 from kvhub.fit.selection import layer_scores, top_layers
@@ -28,7 +29,7 @@ class Recipe:
     support: Support = "full"
     stride: int | None = None
     first_weight: int = 1
-    """How many times the rows of the first positions count."""
+    """How many times the row of the first position counts; 0: as its keys ask for."""
     exact_prefix: int = 0
     """Positions that are left out of the fit and native in use."""
     off_head: float = 1.0
@@ -54,11 +55,12 @@ RECIPES = (
     Recipe("every-token", stride=1),
     Recipe("head-local", k="double", support="head-local"),
     Recipe("off-head-10", off_head=10.0),
-    Recipe("first-x16", first_weight=16),
+    Recipe("first-row-x64", first_weight=64),
     Recipe("stretched-keys", stretch_keys=0.5),
     Recipe("stretched", stretch_keys=0.5, stretch_values=0.5),
     Recipe("first-4-exact", exact_prefix=4),
     Recipe("first-64-exact", exact_prefix=64),
+    Recipe("closed-form", stride=1, first_weight=0, stretch_keys=0.5, stretch_values=0.5),
 )
 """Each alone; the paper's lambda first, because shares of what is removed are of its excess."""
 
@@ -86,8 +88,10 @@ def fit(pair: StudyPair, recipe: Recipe) -> tuple[Solved, float]:
         stretch=recipe.stretch_keys,
         stretch_values=recipe.stretch_values,
     )
+    sides = pair.side(pair.source), pair.side(pair.target)
+    weight = settled(replace(settings, first_weight=recipe.first_weight), sides, pair.windows()[:LOOK])
     moments = pair.moments(
-        stride=recipe.stride, exact_prefix=recipe.exact_prefix, first_weight=recipe.first_weight
+        stride=recipe.stride, exact_prefix=recipe.exact_prefix, first_weight=weight.first_weight
     )
     began = time.perf_counter()
     if recipe.off_head == 1.0:
