@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvhub.fit.behind import Behind
 from kvhub.fit.calibration import CalibrationSet, row_positions
 from kvhub.fit.checkpoint import Checkpoint
 from kvhub.fit.moments import PairMoments
@@ -47,6 +48,7 @@ def accumulate(
     moments.share(team.rank, team.size)
     done = checkpoint.restore(moments) if checkpoint else 0
     widths = moments.key.x.numel(), moments.key.y.numel()
+    behind = Behind()
     tell("capture", done, len(windows))
     while done < len(windows):
         turn = windows[done : done + team.size]
@@ -61,14 +63,16 @@ def accumulate(
             )
         counts = [len(p) + extra(p, settings.first_weight) for p in positions]
         for one in team.gather(rows, counts, widths):
-            moments.add(*one)
+            behind.run(moments.add, *one)
         done += len(turn)
         if checkpoint and done < len(windows) and team.agree(checkpoint.due(done)):
+            behind.wait()
             team.collect(moments)
             if team.first:
                 checkpoint.save(moments, done)
             team.wait()
         tell("capture", done, len(windows))
+    behind.close()
     moments.fold()
     team.collect(moments)
     moments.flush()
