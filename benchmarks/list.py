@@ -1,15 +1,17 @@
-"""`kvhub list` with many mappers, beside what importing sqlmodel alone takes on the same machine.
+"""`list`, `info` and local `search` with many mappers, beside what importing sqlmodel alone takes.
 
     python -m benchmarks.list [--mappers 10000 --repeats 9]
 
-Both are timed in turn, as processes of their own; output goes to a file, as in a pipeline.
-Writes `benchmarks/results/list.json` with `mappers, list_s, import_sqlmodel_s`.
+All are timed in turn, as processes of their own; output goes to a file, as in a pipeline. Seconds are of the
+clock, medians; `cpu_s` is what the process itself computed, which a busy machine changes less.
+Writes `benchmarks/results/list.json` with `mappers, list_s, import_sqlmodel_s`, and each one in `commands`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -98,16 +100,17 @@ def fill(url: str, count: int) -> None:
     engine.dispose()
 
 
-def timed(command: list[str], home: Path) -> float:
-    """Wall seconds of one process whose output goes to a file."""
+def timed(command: list[str], home: Path) -> tuple[float, float]:
+    """Seconds by the clock and of the processor, of one process whose output goes to a file."""
     with tempfile.TemporaryFile() as out:
-        began = time.perf_counter()
+        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         subprocess.run(command, stdout=out, check=True, env={**os.environ, "KVHUB_HOME": str(home)})
-        return time.perf_counter() - began
+        seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> None:
-    """Fill a registry, time both, write."""
+    """Fill a registry, time all, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mappers", type=int, default=10_000)
     parser.add_argument("--repeats", type=int, default=9)
@@ -116,17 +119,36 @@ def main() -> None:
         home = Path(directory)
         os.environ["KVHUB_HOME"] = str(home)
         fill(Settings.load().database_url, given.mappers)
-        script = Path(sys.executable).with_name("kvhub")
-        ours, theirs = [], []
+        script = str(Path(sys.executable).with_name("kvhub"))
+        one = mapper_record(0, source="org/Model-0B", target="org/Model-1B").digest
+        commands = {
+            "import sqlmodel": [sys.executable, "-c", "import sqlmodel"],
+            "list": [script, "list"],
+            "list --format json": [script, "list", "--format", "json"],
+            "list --format tsv": [script, "list", "--format", "tsv"],
+            "search --local": [script, "search", "--local", "model-3b", "--format", "json"],
+            "info": [script, "info", one],
+        }
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
         for _ in range(given.repeats + 1):
-            ours.append(timed([str(script), "list"], home))
-            theirs.append(timed([sys.executable, "-c", "import sqlmodel"], home))
-    ours, theirs = ours[1:], theirs[1:]  # the first ones fill the disk cache
+            for name, command in commands.items():
+                found[name].append(timed(command, home))
+    found = {name: times[1:] for name, times in found.items()}  # the first fill the disk cache
+    theirs = found.pop("import sqlmodel")
     result = {
         "mappers": given.mappers,
-        "list_s": median(ours),
-        "import_sqlmodel_s": median(theirs),
-        "over_import_s": interval([a - b for a, b in zip(ours, theirs, strict=True)]),
+        "list_s": median(wall for wall, _ in found["list"]),
+        "import_sqlmodel_s": median(wall for wall, _ in theirs),
+        "import_sqlmodel_cpu_s": median(cpu for _, cpu in theirs),
+        "commands": {
+            name: {
+                "s": median(wall for wall, _ in times),
+                "cpu_s": median(cpu for _, cpu in times),
+                "over_import_s": interval([a - b for (a, _), (b, _) in zip(times, theirs, strict=True)]),
+                "over_import_cpu_s": interval([a - b for (_, a), (_, b) in zip(times, theirs, strict=True)]),
+            }
+            for name, times in found.items()
+        },
         "machine": describe(),
     }
     print(write("list", result).read_text())

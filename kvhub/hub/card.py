@@ -15,6 +15,7 @@ from typing import Any
 
 from kvhub.artifact.manifest import Manifest
 from kvhub.evaluation.evidence import ALL, Evidence, Score, Verdict
+from kvhub.hub.figures import title
 from kvhub.model.identity import ModelIdentity
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -170,7 +171,7 @@ def _body(
         "## Method",
         _method(manifest),
         *_scores(evidence),
-        *[f"![{markdown(name)}](assets/{name})" for name in images],
+        *[f"![{markdown(title(name))}](assets/{name})" for name in images],
         "## Limits",
         "The mapped cache is an approximation: answers differ from those of a native prefill, by as much "
         "as the scores say and on other text possibly by more. "

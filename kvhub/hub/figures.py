@@ -11,14 +11,25 @@ from kvhub.evaluation.evidence import Evidence
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from kvhub.diagnostics.record import Diagnostics
+
 LAYERS = "r2_by_layer.png"
 CURVE = "choice_of_k.png"
 LIMIT = 4096
 """Cells of a heat map; a larger one would not be read."""
 
 
-def figures(manifest: Manifest, evidence: Evidence | None) -> dict[str, bytes]:
-    """PNG files by name: R2 of keys and values (and the cosine of each head) by target layer; scores by k."""
+DIAGNOSED = ("r2_maps.png", "r2_by_k.png")
+"""Pictures of `kvhub.report` that go with the card, where `kvhub diagnose` has measured them."""
+
+
+def figures(
+    manifest: Manifest, evidence: Evidence | None, diagnostics: Diagnostics | None = None
+) -> dict[str, bytes]:
+    """PNG files by name: R2 of keys and values (and the cosine of each head) by target layer; scores by k.
+
+    With diagnostics also R2 of each source layer for each target layer, and R2 by k.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -33,7 +44,20 @@ def figures(manifest: Manifest, evidence: Evidence | None) -> dict[str, bytes]:
             # No date and no version inside: the same mapper gives the same bytes, and a push no commit.
             figure.savefig(data, format="png", dpi=110, metadata={"Software": None})
             made[name] = data.getvalue()
+    if diagnostics is not None:
+        from kvhub.report.pictures import pictures
+
+        drawn = pictures(manifest, evidence, diagnostics)
+        made |= {name: drawn[name] for name in DIAGNOSED if name in drawn}
     return made
+
+
+def title(name: str) -> str:
+    """What a picture shows, for those who do not see it."""
+    from kvhub.report.pictures import TITLES
+
+    ours = {LAYERS: "R2 and attention-output cosine by target layer", CURVE: "How k and lambda were chosen"}
+    return ours.get(name) or TITLES.get(name) or name
 
 
 def _layers(figure: Figure, manifest: Manifest, evidence: Evidence | None) -> bool:

@@ -13,6 +13,7 @@ from kvhub.artifact.layout import EVIDENCE, MANIFEST, SIGNATURE
 from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.read import verify_artifact
 from kvhub.catalog import record_location
+from kvhub.diagnostics.record import read_diagnostics
 from kvhub.errors import BadInput, Corrupt, Incompatible, KvhubError, NotFound
 from kvhub.evaluation.gate import reason, rejudge
 from kvhub.hub import client
@@ -141,7 +142,10 @@ def push(
 def _files(directory: Path, manifest: Manifest, evidence: Evidence | None) -> dict[str, Path | bytes]:
     """Everything but the card, by name."""
     images: dict[str, Path | bytes] = {path.name: path for path in (directory / "assets").glob("*.png")}
-    for name, data in figures(manifest, evidence).items():
+    diagnostics = None
+    with suppress(KvhubError):  # a description, not evidence: a damaged one is left out
+        diagnostics = read_diagnostics(directory, manifest)
+    for name, data in figures(manifest, evidence, diagnostics).items():
         images.setdefault(name, data)
     files: dict[str, Path | bytes] = {entry.name: directory / entry.name for entry in manifest.files}
     files[MANIFEST] = manifest.to_bytes()

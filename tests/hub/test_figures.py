@@ -11,9 +11,10 @@ from support.mappers import make_identity, make_manifest
 from support.published import make_evidence, publishable
 
 from kvhub.artifact.manifest import CurvePoint, FitScores, Selection
+from kvhub.diagnostics.record import Diagnostics, KPoint, LayerMaps, write_diagnostics
 from kvhub.evaluation.evidence import LayerScores
 from kvhub.hub.card import card
-from kvhub.hub.figures import CURVE, LAYERS, figures
+from kvhub.hub.figures import CURVE, DIAGNOSED, LAYERS, figures
 from kvhub.hub.push import push
 from kvhub.settings import Settings
 
@@ -42,6 +43,36 @@ def test_what_can_be_drawn_is_drawn_and_always_the_same() -> None:
     assert set(made) == {LAYERS, CURVE}
     assert all(data.startswith(b"\x89PNG") for data in made.values())
     assert figures(both, evidence) == made
+
+
+def test_what_was_diagnosed_is_on_the_card(hub: LoopbackHub, home: Settings, tmp_path: Path) -> None:
+    manifest = publishable(tmp_path / "made")
+    maps = LayerMaps(rows=9, raw_key=[[0.1, 0.2]] * 3, content_key=[[0.5, 0.6]] * 3, value=[[0.3, 0.4]] * 3)
+    found = Diagnostics(
+        mapper=manifest.digest,
+        kvhub_version="0.1.0",
+        created="2026-11-29T13:00:00Z",
+        text="d" * 64,
+        windows=1,
+        prefix=8,
+        tail=4,
+        exact_prefix=0,
+        scores=[],
+        layers=[],
+        positions=[],
+        maps=maps,
+        by_k=[KPoint(k=k, r2_key=0.5 + k / 10, r2_value=0.4) for k in (1, 2)],
+    )
+    write_diagnostics(tmp_path / "made", found)
+    push(tmp_path / "made", "tester/mapper")
+    tree = hub.store.repos["tester/mapper"].head.tree
+    assert {f"assets/{name}" for name in DIAGNOSED} <= set(tree)
+    readme = hub.store.blob(tree["README.md"]).read_text()
+    assert "![What further source layers add](assets/r2_by_k.png)" in readme
+    assert push(tmp_path / "made", "tester/mapper").commit == hub.store.repos["tester/mapper"].head.sha
+    (tmp_path / "made" / "assets" / "diagnostics.json").write_text("{")
+    push(tmp_path / "made", "tester/mapper")
+    assert f"assets/{DIAGNOSED[0]}" not in hub.store.repos["tester/mapper"].head.tree
 
 
 def test_the_card_says_the_worst_text_and_both_licences(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from loopback_hub import LoopbackHub
 from loopback_hub.store import front_matter
 from support.published import make_artifact, publishable
@@ -19,7 +21,7 @@ from kvhub.hub.locked import pull_locked
 from kvhub.hub.lockfile import make_lock, read_lock, write_lock
 from kvhub.hub.pull import fetch, here, pull
 from kvhub.hub.push import push
-from kvhub.hub.reference import Reference, folder, parse
+from kvhub.hub.reference import Reference, folder, is_place, parse
 from kvhub.hub.search import search
 from kvhub.mapper.load import load_mapper
 from kvhub.settings import Settings
@@ -165,8 +167,8 @@ def test_a_mapper_at_the_root_and_one_in_a_folder(hub: LoopbackHub, home: Settin
 
 def test_search_answers_for_the_pair_not_for_the_repository(family: list[Manifest], hub: LoopbackHub) -> None:
     with open_registry() as registry:
-        rows = registry.list()
-    (hit,) = search(source="A-1B", rows=rows)
+        known = {row.digest: row.state.value for row in registry.list()}
+    (hit,) = search(source="A-1B", known=known)
     assert (hit.repo_id, hit.target, hit.scores["top1"]) == (f"{REPO}/a-1b-to-b-7b", "org/B-7B", 0.95)
     assert search(source="a-1b", target="a-1b") == []
     assert len([line for line in hub.log if line[1].startswith("/api/models")]) == 2
@@ -201,6 +203,24 @@ def test_references_that_are_none(text: str) -> None:
     with pytest.raises(BadInput) as caught:
         parse(text)
     assert caught.value.hint and len(caught.value.message) < 400
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.one_of(
+        st.text(), st.from_regex(r"[a.]{1,3}/[a.-]{1,4}(/[a.]{0,3}){0,3}(@[a./]{0,3})?", fullmatch=True)
+    )
+)
+def test_any_text_is_refused_or_means_one_place(text: str) -> None:
+    try:
+        found = parse(text)
+    except BadInput:
+        assert not is_place(text)
+        return
+    again = found.place + (f"@{found.revision}" if found.revision else "")
+    assert (parse(again), again) == (found, text)
+    path = PurePosixPath(found.path("manifest.json"))
+    assert not path.is_absolute() and not any(part.startswith(".") for part in path.parts)
 
 
 def test_a_reference_says_everything_once() -> None:

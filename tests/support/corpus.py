@@ -130,7 +130,25 @@ def answer(number: int, sizes: dict[str, int]) -> Callable[[Request], Response |
         "private": False,
         "gated": False,
         "downloads": 1,
-        "cardData": {"library_name": "kvhub", "base_model": ["a/b"], "model-index": []},
+        "cardData": {
+            "library_name": "kvhub",
+            "base_model": ["a/b"],
+            "model-index": [],
+            "kvhub": {
+                "digest": "b" * 64,
+                "source": {"name": "a/b", "revision": "commit:" + "a" * 40},
+                "mappers": [
+                    {
+                        "folder": "sub",
+                        "digest": "c" * 64,
+                        "source": "a/b",
+                        "target": "c/large-7b",
+                        "family": "ridge",
+                        "scores": {"top1": 0.5, "kl": 0.1},
+                    }
+                ],
+            },
+        },
         "lastModified": "2026-01-01T00:00:00.000Z",
     }
 

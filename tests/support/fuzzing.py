@@ -18,6 +18,7 @@ from kvhub.errors import KvhubError
 from kvhub.hub import client
 from kvhub.hub.pull import fetch
 from kvhub.hub.push import push
+from kvhub.hub.reference import parse
 from kvhub.hub.search import search
 from kvhub.settings import Settings
 
@@ -85,9 +86,10 @@ class Fuzz:
         try:
             if number % 5 == 0:
                 for hit in search(target="large-7b"):
-                    assert hit.repo_id == REPO, number
+                    assert parse(hit.repo_id).repo_id == REPO, number
                 return "listed"
-            row = fetch(REPO, None, self.settings)
+            by_digest = number % 7 == 0
+            row = fetch(f"{REPO}/{self.manifest.digest[:8]}" if by_digest else REPO, None, self.settings)
             assert row.digest == self.manifest.digest, number
         finally:
             self.hub.faults.clear()
