@@ -33,7 +33,7 @@ HIGHER_IS_BETTER = {
 NOT_PREDICTORS = {"pair", "source", "target", "recipe", "excess_nll", "kl", "top1", "positions"}
 REFERENCE = "attention_cosine"
 LOSSES = {"excess_nll": 1.0, "kl": 1.0, "top1": -1.0}
-DRAWS = 1000
+DRAWS = 400
 
 
 def ranks(values: Array) -> Array:
@@ -154,23 +154,21 @@ def table(points: Points) -> list[dict[str, str]]:
 
 
 def picture(points: Points, path: Path) -> None:
-    """Loss against four diagnostics, a colour for each pair."""
+    """KL against four diagnostics, a colour for each pair."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
-    shown = ("calibration_r2_key", "attention_cosine", "k_error_concentration", "residual_error")
+    shown = ("calibration_r2_key", "attention_cosine", "attention_cosine_worst", "output_error")
     for axes, name in zip(figure.subplots(1, len(shown), sharey=True), shown, strict=True):
         for number, pair in enumerate(np.unique(points.pair)):
             mine = points.pair == pair
             x = points.predictors[name][mine] * (-1 if name in HIGHER_IS_BETTER else 1)
-            axes.plot(x, points.loss["excess_nll"][mine], ".", color=f"C{number}", label=pair)
+            axes.plot(x, points.loss["kl"][mine], ".", color=f"C{number}", label=pair[:20])
         axes.set_xlabel(name.replace("_", " "))
-        if name == "residual_error":
-            axes.set_xscale("log")
-    figure.axes[0].set(ylabel="excess NLL, nat a token", yscale="symlog")
-    figure.axes[0].legend(fontsize=6)
+    figure.axes[0].set(ylabel="KL(native || mapped), nat a token", yscale="log")
+    figure.axes[0].legend(fontsize=7, loc="lower left")
     figure.savefig(path, dpi=90, metadata={"Software": None})
 
 

@@ -63,7 +63,7 @@ class Recipe:
 
 RECIPES = [
     Recipe("paper", 8, PAPER),
-    Recipe("default", 8),
+    Recipe("ridge", 8),
     Recipe("k1", 1),
     Recipe("k4", 4),
     Recipe("kall", 0),

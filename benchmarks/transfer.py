@@ -4,7 +4,7 @@
         [--points benchmarks/results/correlation.csv] --output benchmarks/results/transfer.csv
 
 For every direction of every pair: the probe's verdict and advice from a few hundred tokens, and beside them
-what fits on thousands of rows came to: the loss of `default`, the best plain recipe, and the loss of the
+what fits on thousands of rows came to: the loss of `ridge`, the best plain recipe, and the loss of the
 recipe nearest to the advice. Rows are appended; the summary is printed from all of them.
 """
 
@@ -26,7 +26,7 @@ from kvhub.model.tokenizer import load_tokenizer
 from kvhub.transfer.advise import Advice, advise, candidates
 from kvhub.transfer.probe import probe_pair
 
-PLAIN = {"default": (8, "full"), "k1": (1, "full"), "k4": (4, "full"), "kall": (0, "full"),
+PLAIN = {"ridge": (8, "full"), "k1": (1, "full"), "k4": (4, "full"), "kall": (0, "full"),
          "local-k4": (4, "head-local")}  # fmt: skip
 """Recipes of the points that differ in k and support alone."""
 
@@ -75,8 +75,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, action="append", default=[])
     parser.add_argument("--points", type=Path, default=Path("benchmarks/results/correlation.csv"))
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--windows", type=int, default=6)
-    parser.add_argument("--prefix", type=int, default=96)
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--prefix", type=int, default=64)
     parser.add_argument("--tail", type=int, default=32)
     parser.add_argument("--dtype", default="float32")
     given = parser.parse_args()
@@ -100,7 +100,7 @@ def main() -> None:
             plain = {name: known[names][name] for name in PLAIN if name in known[names]}
             best = min(plain, key=lambda name: plain[name]["kl"])
             near = nearest(found, shapes[0].num_layers, plain)
-            default = "default" if "default" in plain else "kall"
+            default = "ridge" if "ridge" in plain else "kall"
             append(
                 given.output,
                 {
