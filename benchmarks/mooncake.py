@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import os
 import secrets
+import signal
 import statistics
 import subprocess
 import sys
@@ -39,7 +40,8 @@ from support import mooncake
 from support.server import Server, running
 
 from benchmarks import machine, servers
-from kvhub.exchange import Layout, Lineage
+from kvhub.exchange import Layout, Lineage, Namespace, chain_keys
+from kvhub.exchange.block import encode
 from kvhub.serving import launch
 
 HOSTS = {"store": "10.77.0.1", "small": "10.77.0.2", "large": "10.77.0.3", "router": "10.77.0.9"}
@@ -110,7 +112,12 @@ def store(prefix: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
             return process
 
         master = start(
-            "mooncake_master", RPC, f"--rpc_address={address}", f"--rpc_port={RPC}", "--metrics_port=9003"
+            "mooncake_master",
+            RPC,
+            f"--rpc_address={address}",
+            f"--rpc_port={RPC}",
+            "--metrics_port=9003",
+            "--client_ttl=300",  # a starved owner of memory is not taken for a dead one
         )
         start(
             "mooncake_client",
@@ -143,6 +150,7 @@ def serve(stack: contextlib.ExitStack, prefix: str, name: str, home: str, url: s
         host=HOSTS[name],
         port=PORT,
         architectures=["Qwen3ForCausalLM"],
+        flags=["--max-total-tokens", "8192"],
     )
     env = {**plan.environment, "KVHUB_HOME": home, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = on(prefix, name, plan.argv)
@@ -166,15 +174,39 @@ def ask(server: Server, prompt: list[int], tenant: str, *, reuse: bool = False) 
     }
 
 
-def pause() -> None:
-    """Blocks are published behind the answer."""
-    time.sleep(1.5)
+class Watcher:
+    """Somebody else at the store, without the servers' secret: sees what is there."""
+
+    def __init__(self, exchange: Any) -> None:
+        from kvhub.model.identify import identify
+
+        self.exchange = exchange
+        self.digests = {
+            name: identify(servers.ROOT / "models" / name, dtype="float32").digest
+            for name in ("small", "large")
+        }
+
+    def pages(self, model: str, prompt: list[int], tenant: str, kind: str = "exact") -> list[bytes]:
+        """Keys of the prompt's full blocks."""
+        return chain_keys(Namespace(self.digests[model], kind, (tenant, "")), prompt)  # type: ignore[arg-type]
+
+    def published(self, model: str, prompt: list[int], tenant: str, seconds: float = 60) -> bool:
+        """Whether the last full block of `prompt` got there; blocks are published behind the answer."""
+        deadline = time.monotonic() + seconds
+        names = [f"kvhub:{self.pages(model, prompt, tenant, kind)[-1].hex()}" for kind in ("exact", "lossy")]
+        while not any(self.exchange._client.is_exist(name) == 1 for name in names):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
 
 
 # ---- what is recorded
 
 
-def conversations(small: Server, large: Server, texts: list[list[int]]) -> list[list[dict[str, Any]]]:
+def conversations(
+    small: Server, large: Server, watcher: Watcher, texts: list[list[int]]
+) -> list[list[dict[str, Any]]]:
     """Six turns each, every one on the other server, each with 70 new tokens of the user's."""
     found = []
     for number, text in enumerate(texts):
@@ -182,60 +214,60 @@ def conversations(small: Server, large: Server, texts: list[list[int]]) -> list[
         for turn in range(6):
             server = (small, large)[turn % 2]
             answer = ask(server, history, f"talk-{number}", reuse=True)
-            turns.append({"on": ("small", "large")[turn % 2], "prompt": len(history), **answer})
-            history += answer["ids"] + text[200 + 70 * turn : 270 + 70 * turn]
+            name = ("small", "large")[turn % 2]
+            turns.append({"on": name, "prompt": len(history), **answer})
             turns[-1].pop("ids")
-            pause()
+            turns[-1]["published"] = watcher.published(name, history, f"talk-{number}")
+            history += answer["ids"] + text[200 + 70 * turn : 270 + 70 * turn]
         found.append(turns)
     return found
 
 
-def exact_answers(large: Server, prompts: list[list[int]], tenant: str) -> dict[str, Any]:
+def exact_answers(large: Server, watcher: Watcher, prompts: list[list[int]], tenant: str) -> dict[str, Any]:
     """Native, flushed, and again with reuse: own blocks come back over the network."""
     wrong, reused, waited = 0, [], []
     native = [ask(large, prompt, tenant)["ids"] for prompt in prompts]
-    pause()
+    published = sum(watcher.published("large", prompt, tenant) for prompt in prompts)
     large.flush()
     for prompt, expected in zip(prompts, native, strict=True):
         again = ask(large, prompt, tenant, reuse=True)
         wrong += again["ids"] != expected
         reused.append(again["exact"])
         waited.append(again["waited_ms"])
-    return {"requests": len(prompts), "wrong": wrong, "exact": reused, "waited_ms": waited}
+    return {
+        "requests": len(prompts),
+        "published": published,
+        "wrong": wrong,
+        "exact": reused,
+        "waited_ms": waited,
+    }
 
 
-def hostile(large: Server, exchange: Any, prompts: list[list[int]], digest: str) -> dict[str, Any]:
+def hostile(large: Server, watcher: Watcher, prompts: list[list[int]]) -> dict[str, Any]:
     """Somebody without the secret overwrites every page: with noise, and with a block of its own making."""
-    from kvhub.exchange import Namespace, chain_keys
-    from kvhub.exchange.block import encode
-
-    client, layout = exchange._client, layout_of("large")
+    client, layout, digest = watcher.exchange._client, layout_of("large"), watcher.digests["large"]
     native = [ask(large, prompt, "hostile")["ids"] for prompt in prompts]
-    pause()
+    published = sum(watcher.published("large", prompt, "hostile") for prompt in prompts)
     large.flush()
-    pages = 0
+    pages, exact = 0, Lineage(hops=0, mappers=[])
     for prompt in prompts:
-        for index, key in enumerate(chain_keys(Namespace(digest, "exact", ("hostile", "")), prompt)):
-            name = f"kvhub:{key.hex()}"
-            assert client.is_exist(name) == 1
-            forged = encode(
-                key, digest, 64 * index, layout, Lineage(hops=0, mappers=[]), torch.zeros(layout.shape)
-            )
-            assert client.upsert(name, forged if pages % 2 else secrets.token_bytes(len(forged))) == 0
+        for index, key in enumerate(watcher.pages("large", prompt, "hostile")):
+            forged = encode(key, digest, 64 * index, layout, exact, torch.zeros(layout.shape))
+            page = forged if pages % 2 else secrets.token_bytes(len(forged))
+            assert client.upsert(f"kvhub:{key.hex()}", page) == 0
             pages += 1
     answers = [ask(large, prompt, "hostile", reuse=True) for prompt in prompts]
     wrong = sum(a["ids"] != e for a, e in zip(answers, native, strict=True))
-    return {"pages": pages, "wrong": wrong, "exact": [a["exact"] for a in answers]}
+    return {"pages": pages, "published": published, "wrong": wrong, "exact": [a["exact"] for a in answers]}
 
 
 def outage(
-    large: Server, master: subprocess.Popen[bytes], prompts: list[list[int]], pid: int
+    large: Server, watcher: Watcher, master: subprocess.Popen[bytes], prompts: list[list[int]]
 ) -> dict[str, Any]:
     """The master hangs for a while, answers again, then dies; the target is asked throughout."""
-    import signal
-
     native = [ask(large, prompt, "outage")["ids"] for prompt in prompts]
-    pause()
+    for prompt in prompts:
+        watcher.published("large", prompt, "outage")
     found: dict[str, Any] = {"wrong": 0}
 
     def phase(name: str) -> None:
@@ -248,12 +280,12 @@ def outage(
         found[name] = rows
 
     phase("before")
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(master.pid, signal.SIGSTOP)
     phase("hanging")
-    os.kill(pid, signal.SIGCONT)
+    os.kill(master.pid, signal.SIGCONT)
     time.sleep(12)  # the breaker closes
     phase("back")
-    os.kill(pid, signal.SIGKILL)
+    os.kill(master.pid, signal.SIGKILL)
     phase("dead")
     return found
 
@@ -305,10 +337,9 @@ def layout_of(name: str) -> Layout:
     )
 
 
-def inside(prefix: str, home: str) -> None:
+def inside(prefix: str, home: str, talks: int) -> None:
     """On the router's host."""
     from kvhub.exchange.mooncake import open_mooncake
-    from kvhub.model.identify import identify
 
     ids = servers.token_ids(slice(20000, 90000))
     texts = [ids[i * 700 : (i + 1) * 700] for i in range(20)]
@@ -329,18 +360,16 @@ def inside(prefix: str, home: str) -> None:
             assert "kvhub serves" in log, log[-3000:]
         small, large = live["small"], live["large"]
         result: dict[str, Any] = {"machine": machine.describe(), "hosts": len(HOSTS)}
+        watcher = Watcher(open_mooncake(f"{url}?local={HOSTS['router']}"))
         before = {host: wire_bytes(prefix, host) for host in HOSTS}
-        result["conversations"] = conversations(small, large, texts[:8])
+        result["conversations"] = conversations(small, large, watcher, texts[:talks])
         result["wire_bytes"] = {host: wire_bytes(prefix, host) - before[host] for host in HOSTS}
-        result["exact"] = exact_answers(large, [t[:330] for t in texts[8:14]], "exact")
-        stranger = open_mooncake(f"{url}?local={HOSTS['router']}")
-        digest = identify(servers.ROOT / "models" / "large", dtype="float32").digest
-        result["hostile"] = hostile(large, stranger, [t[:330] for t in texts[14:17]], digest)
+        result["exact"] = exact_answers(large, watcher, [t[:330] for t in texts[8:14]], "exact")
+        result["hostile"] = hostile(large, watcher, [t[:330] for t in texts[14:17]])
         big = Layout(num_layers=64, num_kv_heads=8, head_dim=128, dtype="bfloat16")
-        result["block"] = {"shipped": block_cost(stranger, layout_of("large"), 32)}
-        result["block"]["qwen3-32b"] = block_cost(stranger, big, 8)
-        pid = master.pid  # ip netns exec becomes the program
-        result["outage"] = outage(large, master, [t[:330] for t in texts[17:20]], pid)
+        result["block"] = {"shipped": block_cost(watcher.exchange, layout_of("large"), 32)}
+        result["block"]["qwen3-32b"] = block_cost(watcher.exchange, big, 8)
+        result["outage"] = outage(large, watcher, master, [t[:330] for t in texts[17:20]])
         for server in live.values():
             log = server.log.read_text(errors="replace")
             assert server.process.poll() is None and "kvhub is off" not in log, log[-3000:]
@@ -360,16 +389,18 @@ def inside(prefix: str, home: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--home", help="KVHUB_HOME with mappers of the shipped pair; fitted if absent")
+    parser.add_argument("--talks", type=int, default=8, help="conversations of six turns")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if reason := mooncake.missing():
         sys.exit(reason)
     if chosen.inside:
-        inside(chosen.inside, chosen.home)
+        inside(chosen.inside, chosen.home, chosen.talks)
         return
     prefix = f"kvhub{os.getpid()}"
     with servers.fitted_home(chosen.home) as home, hosts(prefix):
         command = [sys.executable, "-m", "benchmarks.mooncake", "--inside", prefix, "--home", home]
+        command += ["--talks", str(chosen.talks)]
         subprocess.run(on(prefix, "router", command), check=True, cwd=servers.ROOT)
 
 

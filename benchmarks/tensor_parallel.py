@@ -125,10 +125,11 @@ def main() -> None:
         exchange = stack.enter_context(servers.exchange_directory())
         patient = {"stage_wait_ms": 20000, "publish_wait_ms": 10000}
         bind = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[i % len(cores)]) for i in range(2))}
+        pool = ["--max-total-tokens", "8192"]
         options: list[tuple[str, dict[str, Any]]] = [
-            ("small", {}),
-            ("large", {}),
-            ("large", {"flags": ["--tp-size", "2"], "environment": bind}),
+            ("small", {"flags": pool}),
+            ("large", {"flags": pool}),
+            ("large", {"flags": [*pool, "--tp-size", "2"], "environment": bind}),
         ]
         live = [servers.start(stack, name, home, exchange, settings=patient, **o) for name, o in options]
         for server in live:
