@@ -45,7 +45,7 @@ def fit_and_judge(shell: Shell) -> None:
     domains = ("--text", str(text.WIKIPEDIA), "--text", str(code))
     shell.export({"KVHUB_HOME": str(WORK / "home"), "OMP_NUM_THREADS": "1"})
     pair = (A, B, "--both", "--dtype", "float32")
-    size = ("--k", "6", "--sequences", "160", "--length", "256", "--stride", "2")
+    size = ("--k", "6", "--sequences", "160", "--length", "256", "--stride", "2", "--distill", "0")
     shell.run("kvhub", "fit", *pair, *size, *domains)
     for mapper in mappers(shell):
         sides = [f"models/{mapper[side]}" for side in ("source", "target")]
@@ -131,6 +131,7 @@ def servers(shell: Shell, folder: Path, *, draft: bool) -> Iterator[dict[str, Se
             name, port = Path(model).name, free_port()
             command = ["kvhub", "serve", model, "--reuse-from", other, "--exchange", str(folder)]
             command += ["--max-hops", str(conversation.MAX_HOPS), "--worth", "always", "--port", str(port)]
+            command += ["--stage-wait-ms", "10000", "--publish-wait-ms", "2000"]  # whatever the machine
             command += ["--allow-draft"] if draft else []
             print(f"$ {' '.join(command)} &", flush=True)
             log = ROOT / WORK / f"{name}.log"

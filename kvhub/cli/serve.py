@@ -56,6 +56,22 @@ if TYPE_CHECKING:
     default=0,
     help="Last tokens of the history that are computed, not mapped.",
 )
+@click.option(
+    "--stage-wait-ms",
+    metavar="MS",
+    type=click.FloatRange(0, 60000),
+    default=1000.0,
+    show_default=True,
+    help="How long a request waits for its blocks.",
+)
+@click.option(
+    "--publish-wait-ms",
+    metavar="MS",
+    type=click.FloatRange(0, 10000),
+    default=50.0,
+    show_default=True,
+    help="How long an answer waits for its blocks to be in the exchange.",
+)
 @click.option("--heal", is_flag=True, help="When idle, compute what was mapped.")
 @click.option(
     "--shadow",
@@ -82,6 +98,8 @@ def command(
     worth: str,
     exact_prefix: int | None,
     native_tail: int,
+    stage_wait_ms: float,
+    publish_wait_ms: float,
     heal: bool,
     shadow: float,
     allow_draft: bool,
@@ -126,6 +144,8 @@ def command(
         worth=worth,
         exact_prefix=exact_prefix,
         native_tail=native_tail,
+        stage_wait_ms=stage_wait_ms,
+        publish_wait_ms=publish_wait_ms,
         heal=heal,
         shadow=shadow,
         mapper_budget=None if mapper_gib is None else int(mapper_gib * 2**30),

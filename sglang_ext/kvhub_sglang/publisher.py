@@ -2,7 +2,7 @@
 
 The rows are copied from the pool before the request's slots can be reused; hashing and
 writing are a worker's. An answer waits a little for its blocks, so that the next turn
-finds them; after an exchange was too slow for that, no answer waits for a while.
+finds them, unless the writer is behind already.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvhub_sglang.metrics import Metrics
 from kvhub_sglang.report import logger
-from kvhub_sglang.workers import Breaker, Budget, Workers
+from kvhub_sglang.workers import Budget, Workers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,6 @@ class Publisher:
         self.metrics = metrics
         self.workers = Workers("kvhub-publish", 1)
         self.budget = Budget(most_bytes)
-        self.breaker = Breaker()
         self.wait_seconds = wait_seconds
         self._stored: OrderedDict[bytes, int] = OrderedDict()
 
@@ -75,15 +74,14 @@ class Publisher:
                 self.metrics.published(stored[0], time.monotonic() - started, stored[0] * layout.nbytes)
                 done.set()
 
+        # behind, or hung: this request's blocks would not be there in time anyway
+        behind = self.workers.queued > 0 or self.workers.stuck(max(1.0, self.wait_seconds))
         if not self.workers.submit(job):
             self.budget.give(size)
             self.metrics.dropped(size // layout.nbytes)
             return 0
-        if size and not self.breaker.open:
-            if done.wait(self.wait_seconds):
-                self.breaker.succeeded()
-            else:
-                self.breaker.failed()
+        if size and not behind:
+            done.wait(self.wait_seconds)
         return stored[0]
 
     def _store(self, model: str, layout: Layout, block: Publication) -> int:

@@ -76,7 +76,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     text = ROOT / "demo" / "text" / "wikipedia.txt"
     kvhub(
         home, "fit", "models/small", "models/large", "--text", str(text), "--both", "--k", "2",
-        "--sequences", "30", "--length", "192", "--stride", "2", "--dtype", "float32",
+        "--sequences", "30", "--length", "192", "--stride", "2", "--dtype", "float32", "--recipe", "ridge",
     )  # fmt: skip
     source, target = load_model(MODELS / "small", torch.float32), load_model(MODELS / "large", torch.float32)
     mappers = {Mapper.from_pretrained(p).manifest.target.name: p for p in (home / "mappers").iterdir()}
@@ -105,6 +105,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                 name,
                 "kvhub", "serve", f"models/{name}", "--reuse-from", f"models/{other}", "--allow-draft",
                 "--max-hops", "2", "--worth", "always", "--exchange", str(exchange),
+                "--stage-wait-ms", "20000", "--publish-wait-ms", "5000",
                 env={**os.environ, "KVHUB_HOME": str(home), "OMP_NUM_THREADS": "1", **env},
             )  # fmt: skip
 
@@ -281,7 +282,7 @@ def test_metrics_count_tokens_by_origin(world: World) -> None:
 def test_top_shows_a_live_server(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     from kvhub.cli import run
 
-    prompt = world.prompts[19]
+    prompt = world.prompts[21]
     world.small.generate(prompt, 4)
     world.large.generate(prompt, 4, kv_hints=hints())
     assert run(["top", world.large.url, "--once", "--format", "json"]) == 0
