@@ -75,7 +75,7 @@ def peak(given: Any) -> dict[str, float]:
         command = [sys.executable, "-m", "kvhub.cli", "fit", given.source, given.target, "--text", given.text]
         command += ["--length", str(given.length), "--stride", str(given.stride), "--k", str(given.k)]
         command += ["--sequences", str(given.peak_windows), *(["--both"] if given.both else [])]
-        command += ["--dtype", given.dtype]
+        command += ["--dtype", given.dtype, "--recipe", "ridge"]
         done = subprocess.run(
             command, env={**os.environ, "KVHUB_HOME": home}, capture_output=True, text=True, check=False
         )

@@ -40,8 +40,9 @@ _FEW = 4
     help="Ridge strength relative to the Gram's mean diagonal, or the paper's 0.01 a token.",
 )  # fmt: skip
 @click.option(
-    "--recipe", type=click.Choice(["paper", "default", "best"]),
-    help="The paper's ridge, the measured default, or a search over closed-form recipes on text set aside.",
+    "--recipe", type=click.Choice(["default", "ridge", "paper", "best"]), default="default",
+    show_default=True,
+    help="What measured best; a plain ridge; the paper's; or a search over closed forms on text set aside.",
 )  # fmt: skip
 @click.option("--sequences", type=int, default=500, show_default=True, help="Windows of text, at most.")
 @click.option(
@@ -54,7 +55,7 @@ _FEW = 4
     help="A target head reads all source heads, or the same one.",
 )  # fmt: skip
 @click.option(
-    "--distill", type=click.IntRange(min=0), default=0, metavar="STEPS", show_default="none",
+    "--distill", type=click.IntRange(min=0), metavar="STEPS", show_default="60 in the default recipe, else 0",
     help="Then so many gradient steps on KL through the target, folded into the matrices.",
 )  # fmt: skip
 @click.option(
@@ -123,7 +124,7 @@ def command(
     length: str,
     stride: int,
     support: Any,
-    distill: int,
+    distill: int | None,
     family: str,
     hidden: str,
     networks: Any,
@@ -164,6 +165,8 @@ def command(
     from kvhub.settings import Settings
 
     longest, lengths = parse_lengths(length)
+    if family == "mlp" and recipe == "default":
+        recipe = "ridge"  # the same rows and layers; what the default adds is for matrices
     if recipe == "paper":
         given_lambda = click.get_current_context().get_parameter_source("regularization")
         if given_lambda != click.core.ParameterSource.DEFAULT and regularization != "paper":
@@ -172,7 +175,7 @@ def command(
     settings = FitSettings(
         k=parse_k(k) if k is not None else FitSettings.k,
         regularization=parse_regularization(regularization),
-        recipe=recipe,
+        recipe=None if recipe == "ridge" else recipe,
         **(DEFAULT_RECIPE if recipe == "default" else {}),
         support=support,
         sequences=sequences,
@@ -182,7 +185,7 @@ def command(
         exact_prefix=exact_prefix,
         store_dtype=store_dtype,
         seed=seed,
-        train=parse_training(family, distill, hidden, networks, epochs),
+        train=parse_training(family, distill, hidden, networks, epochs, default=recipe == "default"),
     )
     given = Texts.parse(texts, datasets)
     if device == "cuda" and not torch.cuda.is_available():

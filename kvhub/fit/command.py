@@ -17,7 +17,8 @@ from kvhub.fit.blocks import block_bytes, layers_at_once
 from kvhub.fit.calibration import CalibrationSet, Corpus, calibration_set
 from kvhub.fit.captures import CaptureStore, demand_disk
 from kvhub.fit.checkpoint import Checkpoint, fit_key
-from kvhub.fit.expect import Expected, solve_seconds
+from kvhub.fit.distill.schedule import Distill, demand_tail
+from kvhub.fit.expect import Expected, distil_windows, solve_seconds
 from kvhub.fit.memory import Budget, budget, demand_memory, free_memory
 from kvhub.fit.places import Stored, demand_space, places, write
 from kvhub.fit.run import Fitted, Progress, demand_possible, fit_sides
@@ -91,14 +92,7 @@ def fit(
     where = places(one, other, settings, both, options.output)
     demand_possible(one.geometry, other.geometry, settings, both=both)
     tokenizer = load_tokenizer(paths[0])
-    windows = calibration_set(
-        corpora(tokenizer),
-        tokenizer,
-        sequences=settings.sequences,
-        length=settings.length,
-        lengths=settings.lengths,
-        tuning=settings.tunes,
-    )
+    settings, windows = _windows(corpora(tokenizer), tokenizer, settings, options)
     rows = windows.rows(settings.stride, settings.exact_prefix)
     demand_possible(one.geometry, other.geometry, settings, both=both, rows=rows)
     demand_space(options.output or kept.mappers, one.geometry, other.geometry, settings, both)
@@ -119,10 +113,10 @@ def fit(
         team.wait()
         if not team.first:
             checkpoint.join()
-        sides = _sides(paths, (one, other), dtype, settings, options, directory, team)
+        sides = _sides(paths, (one, other), dtype, settings, windows, options, directory, team)
         plan, layers = _plan(paths, sides, settings, both, options, checkpoint, team)
         every = [*windows.fit, *windows.tuning, *windows.held_out]
-        demand_disk([side.store for side in sides if side.store], every)
+        demand_disk([side.store for side in sides if side.store], list(filter(sides[0].keeps, every)))
         if team.first:
             options.say(f"memory: {plan}" + (f"; {layers} target layers at a time" if layers else ""))
         fitted = fit_sides(
@@ -139,6 +133,34 @@ def fit(
         if not team.first:
             return []
         return _keep(fitted, where, kept.mappers, checkpoint, register)
+
+
+def _windows(
+    corpora: list[Corpus], tokenizer: Any, settings: FitSettings, options: Options
+) -> tuple[FitSettings, CalibrationSet]:
+    """The calibration set; without distillation where nobody asked for it and the text is too short."""
+
+    def cut(settings: FitSettings) -> CalibrationSet:
+        return calibration_set(
+            corpora,
+            tokenizer,
+            sequences=settings.sequences,
+            length=settings.length,
+            lengths=settings.lengths,
+            tuning=settings.tunes,
+        )
+
+    if not (isinstance(settings.train, Distill) and settings.train.if_possible):
+        return settings, cut(settings)
+    try:
+        found = cut(settings)
+        demand_tail(settings.train, [*found.fit, *found.tuning], settings.exact_prefix)
+        return settings, found
+    except BadInput as error:
+        plain = replace(settings, train=None)
+        found = cut(plain)  # where this fails too, that is the message
+        options.say(f"note: not distilled: {error.message}")
+        return plain, found
 
 
 def _keep(
@@ -225,14 +247,19 @@ def _sides(
     identities: tuple[ModelIdentity, ModelIdentity],
     dtype: torch.dtype | None,
     settings: FitSettings,
+    windows: CalibrationSet,
     options: Options,
     directory: Path,
     team: Workers,
 ) -> tuple[Side, Side]:
     from kvhub.model.load import load_model
 
-    again = options.low_memory or settings.train is not None  # the captures are read more than once
+    again = options.low_memory or settings.train is not None  # captures are read more than once
     root = options.captures or (directory / "captures" if again else None)
+    keeps = None
+    if isinstance(settings.train, Distill) and not (options.captures or options.low_memory):
+        some = [*windows.fit[: settings.train.windows], *windows.tuning]
+        keeps = {token_digest([window[None]]) for window in some}
     device = f"cuda:{team.rank % torch.cuda.device_count()}" if options.device == "cuda" else options.device
     sides = []
     for path, identity in zip(paths, identities, strict=True):
@@ -245,6 +272,7 @@ def _sides(
                 load=lambda path=path: load_model(path, dtype, device=device),  # type: ignore[misc]
                 store=store,
                 keep=not options.low_memory,
+                keeps=None if keeps is None else lambda window: token_digest([window[None]]) in keeps,
             )
         )
     return sides[0], sides[1]
@@ -279,8 +307,7 @@ def _plan(
     if options.device != "cpu":  # the models are not in main memory
         plan = replace(plan, models=0)
     have = free_memory() if options.memory is None else options.memory
-    kept = sides[0].store is not None and not settings.automatic and team.size == 1
-    kept = kept and settings.train is None and settings.recipe != "best"
+    kept = sides[0].complete and not settings.automatic and team.size == 1 and settings.recipe != "best"
     if kept and (checkpoint.layers or (have is not None and plan.total > have)):
         spare = (have or plan.total) - plan.runtime - plan.window
         layers = checkpoint.layers or _block(sides, settings, both, spare)
@@ -313,4 +340,9 @@ def _progress(
     if options.progress is None or not team.first:
         return None
     shapes = sides[0].identity.geometry, sides[1].identity.geometry
-    return Expected(options.progress, options.say, solve_seconds(*shapes, settings, both=both))
+    return Expected(
+        options.progress,
+        options.say,
+        solve_seconds(*shapes, settings, both=both),
+        distil_windows(settings, both=both),
+    )

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 
 from kvhub.fit.accumulate import Progress
+from kvhub.fit.calibration import TUNING
+from kvhub.fit.distill.schedule import Distill
 from kvhub.fit.settings import GRID_LAMBDA, FitSettings
 from kvhub.model.identity import Geometry
 
@@ -39,13 +41,30 @@ def solve_seconds(source: Geometry, target: Geometry, settings: FitSettings, *, 
     return sum(solve_flops(*pair, settings) for pair in pairs) / rate
 
 
+def distil_windows(settings: FitSettings, *, both: bool) -> float:
+    """What the distillation costs, in windows of both models: tails forwards, backwards and once natively.
+
+    An upper bound where the source is not much the smaller of the two.
+    """
+    how = settings.train
+    if not isinstance(how, Distill):
+        return 0.0
+    tail = min(how.tail, settings.longest // 4)
+    passes = 4 * how.steps * how.batch + (how.checks + 1) * TUNING
+    return (1 + both) * passes * tail / settings.longest
+
+
 class Expected:
     """A `Progress` that passes everything on, and says once how long the fit will take."""
 
-    def __init__(self, progress: Progress, say: Callable[[str], None], solving: float) -> None:
+    def __init__(
+        self, progress: Progress, say: Callable[[str], None], solving: float, distilling: float = 0.0
+    ) -> None:
+        """solving: seconds; distilling: as many windows."""
         self._progress = progress
         self._say = say
         self._solving = solving
+        self._distilling = distilling
         self._began: tuple[str, int, float] | None = None
         self._told = False
 
@@ -60,11 +79,13 @@ class Expected:
         first, start, began = self._began
         if stage == first and done - start >= _FIRST - 1:
             self._told = True
-            windows = (time.monotonic() - began) / (done - start) * (total - done)
+            each = (time.monotonic() - began) / (done - start)
+            windows = each * (total - done)
+            distil = f", {duration(each * self._distilling)} to distil" if self._distilling else ""
             both = " of the source, and the target's as long again or more" if stage == "source" else ""
             self._say(
                 f"expected: {duration(windows)} for {total - done} more windows{both},"
-                f" about {duration(self._solving)} to solve"
+                f" about {duration(self._solving)} to solve{distil}"
             )
 
 

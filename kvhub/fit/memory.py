@@ -8,6 +8,8 @@ from pathlib import Path
 
 from kvhub.errors import BadInput
 from kvhub.fit.calibration import TAIL, TUNING
+from kvhub.fit.distill.correction import RANK
+from kvhub.fit.distill.schedule import SAMPLE, Distill
 from kvhub.fit.moments import PairMoments
 from kvhub.fit.settings import FitSettings
 from kvhub.model.identity import Geometry
@@ -74,6 +76,9 @@ def budget(
     for one, two in ((source, target), (target, source))[: 1 + both]:
         width = settings.features(one)
         solve = max(solve, 3 * 8 * width * width) + stored * 2 * two.num_layers * two.features * width
+    if isinstance(settings.train, Distill):
+        shapes = ((source, target), (target, source))[: 1 + both]
+        solve = max(solve, *(_distilling(*pair, settings, hidden, vocabulary) for pair in shapes))
     if settings.automatic:
         solve += 4 * vocabulary * TAIL * (TUNING + 8)
     models = max(weights) if low_memory else sum(weights)
@@ -81,6 +86,16 @@ def budget(
     if low_memory:
         return Budget(max(0, models - moments), moments, window, solve)
     return Budget(models, moments, window, solve)
+
+
+def _distilling(source: Geometry, target: Geometry, settings: FitSettings, hidden: int, vocab: int) -> int:
+    """Float32: every map and its directions, four copies of what is trained, one tail through the target."""
+    assert isinstance(settings.train, Distill)
+    width, out = settings.features(source), target.features
+    maps = 2 * target.num_layers * (width * (out + RANK) + 5 * RANK * out)
+    sample = 2 * SAMPLE * (source.num_layers * source.features + target.num_layers * out)
+    tail = min(settings.train.tail, settings.longest // 4) * (target.num_layers * hidden + 6 * vocab)
+    return 4 * (maps + sample + tail + 2 * settings.longest * target.num_layers * out)
 
 
 def memory_needed(source: Geometry, target: Geometry, *, k: int, both: bool) -> int:

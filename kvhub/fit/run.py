@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from kvhub.fit.settings import FitSettings
 from kvhub.fit.side import Side
 from kvhub.fit.solve import Solved, solve_pair
 from kvhub.fit.study import choose, choose_recipe
-from kvhub.fit.train import held_out_score, train
+from kvhub.fit.train import held_out_score, train_all
 from kvhub.fit.workers import Workers
 from kvhub.model.identity import Geometry
 from kvhub.model.placement import input_device
@@ -130,9 +130,10 @@ def fit_sides(
     if layers is not None:
         if not team.first:
             return []
-        if settings.train is not None or settings.recipe == "best":
+        if settings.recipe == "best":
             raise BadInput("this recipe needs all moments in memory at once", "give it more memory")
         found = [solve_in_blocks(*pair, list(windows.fit), settings, layers, tell) for pair in pairs]
+        found = train_all(pairs, found, windows, settings, checkpoint, tell)
         return _fitted(pairs, found, [None] * len(pairs), windows, settings, checkpoint, tell)
     device = moments_device(_device(source), moment_bytes(*shapes, both=both))
     moments = PairMoments.zeros(*shapes, both=both, device=device)
@@ -169,13 +170,10 @@ def fit_sides(
                 tell=lambda step, done=done: tell("solve", done + step, total),  # type: ignore[misc]
             )
         found.append(solved)
-        if settings.train is not None:
-            place = checkpoint.training(len(found)) if checkpoint else None
-            known = replace(settings, k=len(solved.layers[0]), support=solved.support or settings.support)
-            found[-1] = train(found[-1], sums, one, two, windows, known, progress=place, tell=tell)
         selections.append(selection)
         del sums
     del moments
+    found = train_all(pairs, found, windows, settings, checkpoint, tell)
     return _fitted(pairs, found, selections, windows, settings, checkpoint, tell)
 
 

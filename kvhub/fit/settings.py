@@ -146,10 +146,18 @@ def parse_regularization(text: str) -> Regularization | Literal["auto"]:
 
 
 def parse_training(
-    family: str, distill: int, hidden: str, networks: Literal["head", "layer"], epochs: int
+    family: str,
+    distill: int | None,
+    hidden: str,
+    networks: Literal["head", "layer"],
+    epochs: int,
+    *,
+    default: bool,
 ) -> Distill | MlpSettings | None:
-    """What the options ask of gradients. Errors: `BadInput`."""
+    """What the options ask of gradients; distill: None where nobody asked. Errors: `BadInput`."""
     if family != "mlp":
+        if distill is None:
+            return Distill(if_possible=True) if default else None
         return Distill(steps=distill) if distill else None
     if distill:
         raise BadInput("--distill is for the ridge family")

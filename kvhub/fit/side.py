@@ -29,21 +29,33 @@ class Side:
         load: Callable[[], LoadedModel] | None = None,
         store: CaptureStore | None = None,
         keep: bool = True,
+        keeps: Callable[[Tensor], bool] | None = None,
     ) -> None:
         """model: loaded, and stays; or load: how to load it when it is first needed.
 
-        keep: once loaded it stays until `release`; else it is gone where `live` ends.
+        keep: once loaded it stays until `release`; else it is gone where `live` ends. keeps: which windows'
+        captures are put into the store; None: all.
         """
         self.identity = identity
         self.store = store
         self._model = model
         self._load = load
         self._keep = keep
+        self._keeps = keeps
 
     @classmethod
     def of(cls, model: LoadedModel, store: CaptureStore | None = None) -> Side:
         """A model that is loaded."""
         return cls(model.identity, model=model, store=store)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every capture is kept on disk."""
+        return self.store is not None and self._keeps is None
+
+    def keeps(self, window: Tensor) -> bool:
+        """Whether the capture of `window` is kept on disk."""
+        return self.store is not None and (self._keeps is None or self._keeps(window))
 
     @property
     def resident(self) -> bool:
@@ -89,10 +101,11 @@ class Side:
 
     def capture(self, window: Tensor) -> Capture:
         """The capture of `window`, from disk where it is kept, else by a forward (and then kept)."""
-        found = self.store.get(window) if self.store else None
+        keeps = self.keeps(window)
+        found = self.store.get(window) if self.store and keeps else None
         if found is None:
             with self.live() as model:
                 found = capture(model, window)
-            if self.store is not None:
+            if self.store and keeps:
                 self.store.put(window, found)
         return found

@@ -2,53 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
 from kvhub.fit.accumulate import Progress
 from kvhub.fit.calibration import CalibrationSet
-from kvhub.fit.distill.schedule import Distill
+from kvhub.fit.checkpoint import Checkpoint
 from kvhub.fit.mlp import MlpSettings
-from kvhub.fit.moments import PairMoments
 from kvhub.fit.score import HeldOutScore
 from kvhub.fit.settings import FitSettings
 from kvhub.fit.side import Side
 from kvhub.fit.solve import Solved
 
 
-def train(
+def train_all(
+    pairs: Sequence[tuple[Side, Side]],
+    found: Sequence[Solved],
+    windows: CalibrationSet,
+    settings: FitSettings,
+    checkpoint: Checkpoint | None,
+    tell: Progress,
+) -> list[Solved]:
+    """What was solved for each direction, after what `settings.train` asks for; moments are not needed."""
+    if settings.train is None:
+        return list(found)
+    trained = []
+    for number, ((source, target), solved) in enumerate(zip(pairs, found, strict=True), 1):
+        known = replace(settings, k=len(solved.layers[0]), support=solved.support or settings.support)
+        place = checkpoint.training(number) if checkpoint else None
+        trained.append(_train(solved, source, target, windows, known, place, tell))
+    return trained
+
+
+def _train(
     solved: Solved,
-    moments: PairMoments,
     source: Side,
     target: Side,
     windows: CalibrationSet,
     settings: FitSettings,
-    *,
     progress: Path | None,
     tell: Progress,
 ) -> Solved:
-    """`solved` after what `settings.train` asks for. progress: a file to go on from, where that is kept."""
-    if isinstance(settings.train, Distill):
-        from kvhub.fit.distill.run import distil
-
-        return distil(
-            solved,
-            moments,
-            source,
-            target,
-            list(windows.fit),
-            list(windows.tuning),
-            settings,
-            settings.train,
-            progress=progress,
-            tell=lambda done, total: tell("distil", done, total),
-        )
     if isinstance(settings.train, MlpSettings):
         from kvhub.fit.mlp_run import fit_networks
 
         return fit_networks(solved, source, target, list(windows.fit), settings, settings.train, tell=tell)
-    return solved
+    from kvhub.fit.distill.run import distil
+
+    assert settings.train is not None
+    return distil(
+        solved,
+        source,
+        target,
+        list(windows.fit),
+        list(windows.tuning),
+        settings,
+        settings.train,
+        progress=progress,
+        tell=lambda done, total: tell("distil", done, total),
+    )
 
 
 def held_out_score(solved: Solved) -> HeldOutScore:

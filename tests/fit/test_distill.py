@@ -19,6 +19,7 @@ from kvhub.evaluation.inject import KvRows, run
 from kvhub.evaluation.metrics import compare_logits
 from kvhub.fit.calibration import CalibrationSet, calibration_set, load_corpora, row_positions
 from kvhub.fit.capture import Capture, capture
+from kvhub.fit.distill.correction import Correction, principal
 from kvhub.fit.distill.likely import Likely
 from kvhub.fit.distill.run import corrections_of, distil, folded
 from kvhub.fit.distill.schedule import Distill
@@ -44,13 +45,16 @@ class Ready:
     target: LoadedModel
     windows: CalibrationSet
     settings: FitSettings
-    moments: PairMoments
     solved: Solved
 
     def distil(self, how: Distill = HOW, **options: Any) -> Solved:
         sides = Side.of(self.source), Side.of(self.target)
         text = list(self.windows.fit), list(self.windows.tuning[:3])
-        return distil(self.solved, self.moments, *sides, *text, self.settings, how, **options)
+        return distil(self.solved, *sides, *text, self.settings, how, **options)
+
+    def corrections(self) -> list[tuple[Correction, Correction]]:
+        sides = Side.of(self.source), Side.of(self.target)
+        return corrections_of(self.solved, *sides, list(self.windows.fit), 0)
 
     def kl(self, solved: Solved, window: Tensor, split: int, exact: int = 0) -> float:
         """KL(native || mapped) over the 12 tokens from `split` on, by the evaluation's own means."""
@@ -80,7 +84,7 @@ def ready(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     moments.flush()
     layers = select_layers(moments, *shapes, 1)
     solved = solve_pair(moments, *shapes, layers, Regularization(1e-3), settings)
-    yield Ready(source, target, windows, settings, moments, solved)
+    yield Ready(source, target, windows, settings, solved)
 
 
 def same(one: Solved, other: Solved) -> bool:
@@ -88,9 +92,8 @@ def same(one: Solved, other: Solved) -> bool:
 
 
 def test_a_correction_of_nothing_changes_nothing(ready: Ready) -> None:
-    shapes = ready.source.identity.geometry, ready.target.identity.geometry
-    corrections = corrections_of(ready.solved, ready.moments, *shapes, ready.settings)
-    tensors = folded(ready.solved, corrections, shapes[1], ready.settings)
+    shape, corrections = ready.target.identity.geometry, ready.corrections()
+    tensors = folded(ready.solved, corrections, shape, ready.settings)
     for name, tensor in ready.solved.tensors.items():
         torch.testing.assert_close(tensors[name], tensor, rtol=1e-5, atol=1e-5)
 
@@ -98,8 +101,7 @@ def test_a_correction_of_nothing_changes_nothing(ready: Ready) -> None:
 @pytest.mark.parametrize("exact", [0, 5])
 def test_the_loss_is_what_the_folded_mapper_gives(ready: Ready, exact: int) -> None:
     """A correction that is not nothing, through the training path and through the evaluation's."""
-    shapes = ready.source.identity.geometry, ready.target.identity.geometry
-    corrections = corrections_of(ready.solved, ready.moments, *shapes, ready.settings)
+    shape, corrections = ready.target.identity.geometry, ready.corrections()
     chance = torch.Generator().manual_seed(0)
     for pair in corrections:
         for side in pair:
@@ -108,7 +110,7 @@ def test_the_loss_is_what_the_folded_mapper_gives(ready: Ready, exact: int) -> N
     sides = Side.of(ready.source), Side.of(ready.target)
     through = Through(ready.target.model, *sides, ready.solved.layers, exact, kept=1000)
     window = ready.windows.tuning[0]
-    moved = replace(ready.solved, tensors=folded(ready.solved, corrections, shapes[1], ready.settings))
+    moved = replace(ready.solved, tensors=folded(ready.solved, corrections, shape, ready.settings))
     with torch.no_grad():
         found = float(through.loss(corrections, window, 30, 12))
     wanted = ready.kl(moved, window, 30, exact)
@@ -181,3 +183,17 @@ def test_tails_begin_anywhere_from_a_quarter_on() -> None:
     assert splits == [208, 288, 368, 448]
     assert split_of(512, 64, 0, 1, 0) == 448
     assert min(split_of(64, 16, place, 2, 40) for place in range(2)) > 40
+
+
+def test_the_leading_directions_are_those_of_the_whole_decomposition() -> None:
+    chance = torch.Generator().manual_seed(0)
+    turn = torch.linalg.qr(torch.randn(40, 40, generator=chance)).Q
+    rows = torch.randn(1, 500, 40, generator=chance) * 0.7 ** torch.arange(40) @ turn
+    rows = rows - rows.mean(1, keepdim=True)
+    root = principal(rows, 4)
+    assert root.shape == (1, 40, 4)
+    white = rows.double() @ root
+    assert torch.allclose(white[0].T @ white[0] / 500, torch.eye(4, dtype=torch.float64), atol=0.02)
+    exact = torch.linalg.svd(rows[0].double()).Vh[:4]
+    inside = torch.linalg.svd(exact @ torch.linalg.qr(root[0]).Q).S
+    assert float(inside.min()) > 0.999

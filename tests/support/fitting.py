@@ -10,7 +10,7 @@ from typing import NamedTuple
 from support.prose import write_text
 from support.tiny import make_tiny
 
-SMALL = ["--length", "64", "--sequences", "24", "--stride", "2", "--k", "2"]
+SMALL = ["--length", "64", "--sequences", "24", "--stride", "2", "--k", "2", "--recipe", "ridge"]
 
 
 class Pair(NamedTuple):

@@ -109,7 +109,7 @@ class Killing:
                 Path(f"{database}{part}").unlink(missing_ok=True)
             return ["list"]
         text = Path(__file__).parents[2] / "demo" / "text" / "wikipedia.txt"
-        sizes = ["--k", "1", "--length", "64", "--sequences", "40"]
+        sizes = ["--k", "1", "--length", "64", "--sequences", "40", "--recipe", "ridge"]
         return ["fit", str(self.root / "small"), str(self.root / "large"), "--text", str(text), *sizes]
 
     def close(self) -> None:

@@ -17,13 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvhub.fit.moments import Moments
-from kvhub.fit.ridge import Regularization
-from kvhub.model.identity import Geometry
-
-WHITENING = Regularization(1e-3)
+WHITENING = 1e-3
 """Directions of the inputs with less variance than this share of the mean are not blown up further."""
-RANK = 128
+RANK = 64
 """Directions of the inputs, at most."""
 _SPARE = 16
 _ROUNDS = 6
@@ -52,23 +48,26 @@ class Correction:
         cls,
         weight: Tensor,
         bias: Tensor,
-        moments: Moments,
         inputs: Tensor,
         outputs: Tensor,
         *,
         rank: int = RANK,
         device: torch.device | str = "cpu",
     ) -> Correction:
-        """weight, bias: of a mapper of the `ridge` family, however it was fitted. inputs, outputs: the map's
-        features in `moments`, `[g, p]` and `[g, c]`.
+        """A correction of nothing. weight, bias: of a mapper of the `ridge` family, however it was fitted.
+
+        inputs, outputs: a sample of rows, `[n, k, H_s, D_s]` and `[n, H_t, D_t]`, that means, directions and
+        errors are taken from.
         """
-        place = moments.x.device
-        start = (weight if weight.dim() == 3 else weight[None]).to(place, torch.float64)
-        gram = moments.centred_xx(inputs[:, :, None], inputs[:, None, :]) / moments.n
-        mean = moments.mean_x(inputs)[:, None]
-        base = mean @ start + bias.to(place, torch.float64).reshape(len(start), 1, -1)
-        spread = _errors(moments, gram, start, base, inputs, outputs)
-        root = principal(gram, min(rank, gram.shape[-1]))
+        start = (weight if weight.dim() == 3 else weight[None]).float()
+        rows, wanted = grouped(inputs, len(start)), grouped(outputs[:, None], len(start))
+        mean = rows.mean(1, keepdim=True)
+        base = mean.double() @ start.double() + bias.double().reshape(len(start), 1, -1)
+        centred = rows - mean
+        errors = wanted - torch.baddbmm(base.float(), centred, start)
+        floor = 1e-2 * wanted.std(1, keepdim=True, correction=0) + 1e-6
+        spread = torch.maximum(errors.square().mean(1, keepdim=True).sqrt(), floor)
+        root = principal(centred, rank)
         start, base, mean, root, spread = (
             part.to(device, torch.float32) for part in (start, base, mean, root, spread)
         )
@@ -77,9 +76,7 @@ class Correction:
 
     def centred(self, rows: Tensor) -> Tensor:
         """Source rows `[rows, k, H_s, D_s]` as this map's inputs about their mean, `[g, rows, p]` float32."""
-        if len(self.start) == 1:
-            return rows.float().flatten(1)[None] - self.mean
-        return rows.float().transpose(1, 2).flatten(2).transpose(0, 1) - self.mean
+        return grouped(rows, len(self.start)) - self.mean
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Mapped rows `[rows, g * c]` of source rows `[rows, k, H_s, D_s]`; differentiable."""
@@ -107,44 +104,31 @@ class Correction:
         return weight.reshape(like.shape).contiguous(), bias.float().reshape(heads, -1).contiguous()
 
 
-def principal(gram: Tensor, rank: int) -> Tensor:
-    """The `rank` leading eigenvectors of each Gram `[g, p, p]`, over the root of eigenvalue plus lambda.
+def grouped(rows: Tensor, groups: int) -> Tensor:
+    """Rows `[n, layers, heads, dim]` side by side, `[1, n, layers * heads * dim]`; by head where there are
+    several groups, `[heads, n, layers * dim]`. float32.
+    """
+    if groups == 1:
+        return rows.float().flatten(1)[None]
+    return rows.float().transpose(1, 2).flatten(2).transpose(0, 1)
+
+
+def principal(centred: Tensor, rank: int) -> Tensor:
+    """The leading principal directions of rows `[g, n, p]` about their mean, over the root of variance plus
+    lambda: `[g, p, r]`, r at most `rank`.
 
     By subspace iteration from a fixed start: the leading ones are exact, the last ones span about the same
-    space, and whatever space it is, it is the same one every time. `[g, p, rank]` float64.
+    space, and it is the same one every time. A Gram of the inputs would cost more than the fit.
     """
-    width = min(rank + _SPARE, gram.shape[-1])
-    start = torch.randn(gram.shape[-1], width, generator=torch.Generator().manual_seed(0), dtype=gram.dtype)
-    basis = start.to(gram.device).expand(len(gram), -1, -1)
+    count, width = centred.shape[1:]
+    wide = min(rank + _SPARE, width, count)
+    start = torch.randn(width, wide, generator=torch.Generator().manual_seed(0))
+    basis = start.to(centred.device).expand(len(centred), -1, -1)
     for _ in range(_ROUNDS):
-        basis = torch.linalg.qr(gram @ basis).Q
-    variances, turn = torch.linalg.eigh(basis.mT @ gram @ basis)
-    floor = WHITENING.strength(gram, 1)[:, None]
+        basis = torch.linalg.qr(centred.mT @ (centred @ basis)).Q
+    scores = (centred @ basis).double()
+    variances, turn = torch.linalg.eigh(scores.mT @ scores / count)
+    floor = WHITENING * centred.square().mean((1, 2), dtype=torch.float64)[:, None]
     scale = (variances.clamp(min=0) + floor).clamp(min=1e-30).rsqrt()
-    root: Tensor = (basis @ turn * scale[:, None])[..., -rank:]
+    root: Tensor = (basis.double() @ turn * scale[:, None])[..., -rank:]
     return root
-
-
-def _errors(
-    moments: Moments, gram: Tensor, start: Tensor, base: Tensor, inputs: Tensor, outputs: Tensor
-) -> Tensor:
-    """Root mean square error of the map on the rows of `moments`, `[g, 1, c]`, at least 1 % of the spread."""
-    cross = moments.centred_xy(inputs[:, :, None], outputs[:, None, :]) / moments.n
-    total = moments.centred_yy()[outputs][:, None] / moments.n
-    explained = 2 * (start * cross).sum(1, keepdim=True) - (start * (gram @ start)).sum(1, keepdim=True)
-    offset = base - moments.mean_y(outputs)[:, None]
-    squares = total - explained + offset.square()
-    floor = torch.clamp(1e-4 * total, min=1e-12)
-    return torch.maximum(squares, floor).sqrt()
-
-
-def features(
-    source: Geometry, target: Geometry, target_layer: int, source_layers: list[int], support: str
-) -> tuple[Tensor, Tensor]:
-    """Moment indices of the inputs `[g, p]` and outputs `[g, c]` of one map."""
-    layers = torch.tensor(source_layers)[:, None] * source.features + torch.arange(source.features)
-    outputs = target_layer * target.features + torch.arange(target.features)
-    if support == "full":
-        return layers.reshape(1, -1), outputs[None]
-    heads = layers.reshape(len(source_layers), source.num_kv_heads, source.head_dim)
-    return heads.transpose(0, 1).flatten(1), outputs.reshape(target.num_kv_heads, target.head_dim)

@@ -14,11 +14,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvhub.artifact.manifest import Training
-from kvhub.errors import BadInput, KvhubError
-from kvhub.fit.distill.correction import Correction, features
-from kvhub.fit.distill.schedule import CLIP, Distill, optimiser, rate_at, seeded
+from kvhub.errors import KvhubError
+from kvhub.fit.distill.correction import Correction
+from kvhub.fit.distill.schedule import (
+    CLIP,
+    SAMPLE,
+    SAMPLE_WINDOWS,
+    Distill,
+    demand_tail,
+    optimiser,
+    rate_at,
+    seeded,
+)
 from kvhub.fit.distill.through import Corrections, Through, split_of
-from kvhub.fit.moments import PairMoments
 from kvhub.fit.settings import FitSettings
 from kvhub.fit.side import Side
 from kvhub.fit.solve import Solved
@@ -46,7 +54,6 @@ class _State:
 
 def distil(
     solved: Solved,
-    moments: PairMoments,
     source: Side,
     target: Side,
     windows: Sequence[Tensor],
@@ -62,23 +69,21 @@ def distil(
     windows: what was fitted on. tuning: text that was not; the best of `how.checks` looks at it, and of
     the start, is kept, so that it is never worse there than what it started from. Without any the last
     step is kept. progress: a file to go on from; the result is that of a run in one piece.
-    Both sides need their captures on disk, or models in memory.
+    Both sides need the captures of the first `how.windows` on disk, or models in memory.
     Errors: `BadInput` where the windows are too short; `KvhubError` where the loss is not finite.
     """
-    shortest = min(len(window) for window in (*windows, *tuning))
-    tail = min(how.tail, shortest // 4)
-    if tail < 2 or shortest - tail <= settings.exact_prefix:
-        raise BadInput("--distill needs longer windows", "use a longer --length")
-    shapes = source.identity.geometry, target.identity.geometry
+    tail = demand_tail(how, [*windows, *tuning], settings.exact_prefix)
+    windows = windows[: how.windows]
     with target.live() as model:
-        corrections = corrections_of(solved, moments, *shapes, settings, model.model.device)
-        through = Through(model.model, source, target, solved.layers, settings.exact_prefix)
+        exact = settings.exact_prefix
+        corrections = corrections_of(solved, source, target, windows, exact, model.model.device)
+        through = Through(model.model, source, target, solved.layers, exact)
         state = _train(corrections, through, windows, tuning, settings, how, tail, progress, tell)
     trained = _trained(corrections)
     with torch.no_grad():
         for tensor, kept in zip(trained, state.kept, strict=True):
             tensor.copy_(kept)
-    tensors = folded(solved, corrections, shapes[1], settings)
+    tensors = folded(solved, corrections, target.identity.geometry, settings)
     if progress is not None:
         progress.unlink(missing_ok=True)
     gc.collect()
@@ -87,28 +92,41 @@ def distil(
 
 def corrections_of(
     solved: Solved,
-    moments: PairMoments,
-    source: Geometry,
-    target: Geometry,
-    settings: FitSettings,
+    source: Side,
+    target: Side,
+    windows: Sequence[Tensor],
+    exact_prefix: int,
     device: torch.device | str = "cpu",
 ) -> list[tuple[Correction, Correction]]:
-    """A correction of nothing for K and for V of every target layer."""
+    """A correction of nothing for K and for V of every target layer; a sample of `windows` is read."""
+    inputs, outputs = (_sample(side, windows, exact_prefix) for side in (source, target))
     found = []
     for number, layers in enumerate(solved.layers):
-        places = features(source, target, number, layers, settings.support)
         key, value = (
             Correction.of(
                 solved.tensors[f"layers.{number}.{side}.weight"],
                 solved.tensors[f"layers.{number}.{side}.bias"],
-                sums,
-                *(place.to(sums.x.device) for place in places),
+                torch.stack([inputs[kind][layer] for layer in layers], dim=1),
+                outputs[kind][number],
                 device=device,
             )
-            for side, sums in (("k", moments.key), ("v", moments.value))
+            for kind, side in enumerate(("k", "v"))
         )
         found.append((key, value))
     return found
+
+
+def _sample(side: Side, windows: Sequence[Tensor], exact_prefix: int) -> list[list[Tensor]]:
+    """Content keys and values of all layers, `[n, heads, head_dim]` each, n about `SAMPLE`."""
+    chosen = windows[:: max(1, len(windows) // SAMPLE_WINDOWS)]
+    tokens = sum(len(window) - exact_prefix for window in chosen)
+    found: list[list[list[Tensor]]] = [[], []]
+    for window in chosen:
+        capture = side.capture(window)
+        part = slice(exact_prefix, None, max(1, tokens // SAMPLE))
+        found[0].append([rows[part].float().cpu() for rows in capture.content_keys])
+        found[1].append([rows[part].float().cpu() for rows in capture.values])
+    return [[torch.cat(layer) for layer in zip(*kind, strict=True)] for kind in found]
 
 
 def folded(

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from kvhub.errors import BadInput
 
+SAMPLE, SAMPLE_WINDOWS = 2048, 20
+"""Rows that means, directions and errors are taken from, and of how many windows, about."""
 CLIP = 1.0
 """Largest norm of all gradients of a step together."""
 
@@ -23,21 +25,35 @@ CLIP = 1.0
 class Distill:
     """How a correction is distilled; rate and batch are what tuning windows of the shipped pair liked."""
 
-    steps: int
+    steps: int = 60
     rate: float = 3e-3
     """Peak learning rate, in units of `Correction.step`."""
     batch: int = 2
     """Windows a step."""
     tail: int = 64
     """Tokens that the target reads on the mapped cache, at most."""
-    places: int = 4
+    places: int = 2
     """Different prefixes of each window."""
+    windows: int = 80
+    """Windows that are used, the first ones; their captures are read again and again."""
     checks: int = 4
     """How often the tuning windows are asked; the best of these, and the start, is kept."""
+    if_possible: bool = False
+    """Nobody asked for it: left out where the text or the windows are too short for it."""
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.batch, self.places, self.checks) < 1 or self.tail < 2 or not self.rate > 0:
+        counts = self.steps, self.batch, self.places, self.windows, self.checks
+        if min(counts) < 1 or self.tail < 2 or not self.rate > 0:
             raise BadInput("--distill needs at least one step")
+
+
+def demand_tail(how: Distill, windows: Sequence[Tensor], exact_prefix: int) -> int:
+    """Tokens of a tail: `how.tail`, or less in short windows. Errors: `BadInput` where there is no room."""
+    shortest = min(len(window) for window in windows)
+    tail = min(how.tail, shortest // 4)
+    if tail < 2 or shortest - tail <= exact_prefix:
+        raise BadInput("--distill needs longer windows", "use a longer --length, or --distill 0")
+    return tail
 
 
 def optimiser(trained: Sequence[Tensor], rate: float) -> torch.optim.Adam:
