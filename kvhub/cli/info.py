@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from kvhub.catalog import FIT_DOMAIN, find, history
+from kvhub.catalog import FIT_DOMAIN, explained, files_of, reading_registry
 from kvhub.cli import output
 from kvhub.cli.complete import MAPPER
 from kvhub.cli.listed import of_row, record
 from kvhub.cli.output import Column
 from kvhub.errors import KvhubError
-from kvhub_registry import MapperRow, ModelRecord, ScoreRecord
+from kvhub_registry import EventRecord, MapperRow, ModelRecord, ScoreRecord
 
 if TYPE_CHECKING:
     from kvhub.artifact.manifest import Manifest
@@ -37,7 +36,9 @@ def command(mapper: str, form: str) -> None:
 
     MAPPER is a digest (six digits are enough), an alias, or 'source->target'.
     """
-    row = find(mapper)
+    with explained(), reading_registry() as registry:
+        row = registry.get(mapper)
+        events = registry.history(row.digest)
     manifest, evidence, problem = _files(row)
     if form == "json":
         output.as_json(
@@ -47,11 +48,11 @@ def command(mapper: str, form: str) -> None:
                 "manifest": manifest.model_dump(mode="json") if manifest else None,
                 "verdict": evidence.verdict.model_dump(mode="json") if evidence else None,
                 "problem": problem,
-                "history": [event.model_dump(mode="json") for event in history(row.digest)],
+                "history": [event.model_dump(mode="json") for event in events],
             }
         )
         return
-    _head(row, manifest)
+    _head(row, manifest, events)
     if problem:
         click.echo(f"problem      {output.clean(problem)}")
     if evidence is not None:
@@ -70,13 +71,14 @@ def _files(row: MapperRow) -> tuple[Manifest | None, Evidence | None, str | None
     from kvhub.artifact.read import read_manifest
 
     try:
-        manifest = read_manifest(Path(row.path))
-        return manifest, read_evidence(Path(row.path), manifest), None
+        directory = files_of(row)
+        manifest = read_manifest(directory)
+        return manifest, read_evidence(directory, manifest), None
     except KvhubError as error:
         return None, None, error.message
 
 
-def _head(row: MapperRow, manifest: Manifest | None) -> None:
+def _head(row: MapperRow, manifest: Manifest | None, events: list[EventRecord]) -> None:
     convention = (
         "of the mean diagonal" if row.regularization_convention == "relative-mean-diagonal" else "absolute"
     )
@@ -102,7 +104,7 @@ def _head(row: MapperRow, manifest: Manifest | None) -> None:
         lines.append(("pushed to" if place.pushed else "pulled from", f"{place.repo_id}@{place.commit}"))
     lines += [
         ("history", f"{output.instant(event.at)}  {event.what}" + (f": {event.why}" if event.why else ""))
-        for event in history(row.digest)
+        for event in events
     ]
     for name, text in lines:
         click.echo(f"{name:<12} {output.clean(text)}")
