@@ -55,6 +55,7 @@ def main() -> None:
     write("dev", resolve(lock if lock.exists() and not upgrade else None))
     write("torch", named("torch"))
     write("sglang", named("sglang"))
+    write("mooncake", named("mooncake"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def lines(name: str) -> list[str]:
 
 def pins() -> dict[str, str]:
     found = {}
-    for name in ("torch", "dev", "sglang"):
+    for name in ("torch", "dev", "sglang", "mooncake"):
         for line in lines(f"{name}.lock"):
             project, version = line.split("==")
             found[utils.canonicalize_name(project)] = version
@@ -42,7 +42,7 @@ def test_every_requirement_is_locked_to_a_version_that_fits(line: str) -> None:
 
 
 def test_every_pin_is_exact() -> None:
-    for name in ("torch.lock", "dev.lock", "sglang.lock"):
+    for name in ("torch.lock", "dev.lock", "sglang.lock", "mooncake.lock"):
         assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line) for line in lines(name)), name
 
 
