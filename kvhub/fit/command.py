@@ -264,7 +264,7 @@ def _sides(
     sides = []
     for path, identity in zip(paths, identities, strict=True):
         store = CaptureStore(root, identity) if root else None
-        if store:
+        if store and team.first:  # it removes what a killed writer left: not while others write
             store.prepare()
         sides.append(
             Side(
@@ -275,6 +275,7 @@ def _sides(
                 keeps=None if keeps is None else lambda window: token_digest([window[None]]) in keeps,
             )
         )
+    team.wait()
     return sides[0], sides[1]
 
 
