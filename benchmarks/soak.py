@@ -6,7 +6,8 @@ Clients hold conversations that switch between the shipped models at random: eve
 reuse or not, four tenants, forged salts, streams, parallel samples, aborts, clients that go away.
 Meanwhile blocks are corrupted, swapped and deleted, the exchange disappears, becomes slow, full,
 unreadable or unwritable, and caches are flushed. SGLang's own memory checks are strict: one
-lost slot ends a server. Three parts: plain, with HiCache, with forced retraction.
+lost slot ends a server. Three parts: plain, with HiCache, with forced retraction. Ctrl-C stops asking: what
+was answered until then is compared and written.
 
 wrong: of the answers under which no mapped row lay, those that differ from what stock SGLang
 answers to the same tokens afterwards (greedy; a place where the two best tokens are within 1e-3 in
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import tempfile
 import time
 from collections import Counter
@@ -31,7 +33,7 @@ from typing import Any
 from benchmarks import machine, servers
 from benchmarks.servers import Server
 from benchmarks.soak_faults import Faults, Memory, alive, check_slots
-from benchmarks.soak_traffic import Said, Traffic
+from benchmarks.soak_traffic import STOP, Said, Traffic
 
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -276,12 +278,16 @@ def main() -> None:
         "parts": [],
     }
     answers: list[Said] = []
+    for number in (signal.SIGINT, signal.SIGTERM):  # stop asking, compare what was answered, write it
+        signal.signal(number, lambda *_: STOP.set())
     with contextlib.ExitStack() as stack:
         home = stack.enter_context(servers.fitted_home(arguments.home))
         keep = arguments.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         for number, part in enumerate(chosen):
             count = round(arguments.requests * part.share / total)
             seed = arguments.seed + number
+            if STOP.is_set():
+                break
             found, said = soak(
                 part,
                 count,

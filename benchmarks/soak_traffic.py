@@ -18,6 +18,8 @@ from benchmarks.servers import Server, hints
 
 TENANTS: tuple[str | None, ...] = (None, "tenant-a", "tenant-b", "tenant-c")
 FORGED = ("kvhub:", f"kvhub:{'0' * 32}:{'0' * 32}:0:", "kvhub:x:1:0:")
+STOP = threading.Event()
+"""Set to begin no more requests, here and in later parts."""
 CONTEXT = 900
 """Tokens after which a conversation ends."""
 
@@ -78,7 +80,7 @@ class Traffic:
         self.may_go.wait(30)
         with self._lock:
             self._taken += 1
-            return self._taken <= self.count and time.monotonic() < self._until
+            return self._taken <= self.count and time.monotonic() < self._until and not STOP.is_set()
 
     def _client(self, number: int) -> None:
         choose = random.Random(self.seed * 1000 + number)
