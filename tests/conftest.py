@@ -6,6 +6,7 @@ import os
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # before SGLang is, by whichever test
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # a shell ignores it for what it runs in the background, and children inherit that: Ctrl-C is tested
     signal.signal(signal.SIGINT, signal.default_int_handler)

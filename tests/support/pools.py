@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -359,7 +360,17 @@ class Engine:
         req.finished_reason, req.finished_len = FINISH_LENGTH(1), len(req.output_ids)
         release_kv_cache(req, self.cache, checkpoint=True)
         self._running.remove(running)
+        self._written()
         self.check()
+
+    def _written(self) -> None:
+        """Wait for the writer, which an answer does not where it is behind; not for one that hangs."""
+        serving, until = self.cache.serving, time.monotonic() + 0.5
+        while serving is not None and time.monotonic() < until:
+            workers = serving.publisher.workers
+            if not workers.queued and not workers._busy_since:
+                return
+            time.sleep(0.001)
 
     def drop(self, running: Running) -> None:
         """Abort or retract: release without a checkpoint."""
