@@ -273,8 +273,12 @@ def _exchange(named: str | None, home: Path) -> str:
 
         MooncakeAddress.parse(named).read_secret()
         return named
+    from kvhub.exchange.root import check_root
+
     directory = Path(named) if named is not None else _default_exchange(home)
-    return str(directory.expanduser().absolute())
+    directory = directory.expanduser().absolute()
+    check_root(directory)  # the server itself would only log it
+    return str(directory)
 
 
 def _default_exchange(home: Path) -> Path:

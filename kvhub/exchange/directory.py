@@ -17,9 +17,18 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvhub.errors import AccessDenied
+from kvhub.errors import KvhubError
 from kvhub.exchange.base import BlockCorrupt, BlockMissing
 from kvhub.exchange.block import Block, BlockHeader, Layout, Lineage, decode, decode_header, encode
+from kvhub.exchange.root import (
+    BLOCK_SUFFIX,
+    PART_PREFIX,
+    PART_SUFFIX,
+    is_marked,
+    is_part,
+    open_root,
+    own_files,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,22 +39,17 @@ _LEFTOVER_SECONDS = 600.0
 
 
 class DirectoryExchange:
-    """Blocks as files `<first byte of key>/<key>.kv` below `root`.
+    """Blocks as files `<first byte of key>/<key>.kv` below `root`, which is made where it is absent.
 
     max_bytes: what all blocks together may take; the oldest by access go when a
-    write would pass it.
+    write would pass it. Files that are not blocks are neither counted nor removed.
+    Errors: `BadInput` and `AccessDenied`, see `check_root`.
     """
 
     def __init__(self, root: Path, *, max_bytes: int = 4 << 30) -> None:
         self.root = root
         self.max_bytes = max_bytes
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = root.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise AccessDenied(
-                f"exchange directory {root} is not private to this user",
-                "give it mode 0700 and the user that runs the servers, or name another one",
-            )
+        open_root(root)
         self._remove_leftovers()
         self._bytes = self._measure()
         self._puts = 0
@@ -54,7 +58,11 @@ class DirectoryExchange:
         try:
             with self._open(key) as file:
                 header = decode_header(file.read(_HEADER_READ))[0]
-        except (OSError, BlockCorrupt):
+        except BlockCorrupt:
+            return None
+        except OSError:
+            if not self.root.is_dir():  # nothing can be said of the block
+                raise FileNotFoundError(errno.ENOENT, "the directory is gone") from None
             return None
         return header if header.key == key.hex() else None
 
@@ -81,6 +89,7 @@ class DirectoryExchange:
         lineage: Lineage,
         payload: torch.Tensor,
     ) -> bool:
+        self._come_back()
         present = self.header(key)
         if present is not None and present.lineage.hops <= lineage.hops:
             return False
@@ -94,7 +103,7 @@ class DirectoryExchange:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         if path.parent.is_symlink():  # what is ours stays below the root
             raise OSError(errno.ELOOP, "a shard directory is a link")
-        handle, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
+        handle, name = tempfile.mkstemp(prefix=PART_PREFIX, suffix=PART_SUFFIX, dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -106,9 +115,19 @@ class DirectoryExchange:
         self._bytes += len(data)
         return True
 
+    def _come_back(self) -> None:
+        """Make the directory again where it was removed while in use."""
+        if is_marked(self.root):
+            return
+        try:
+            open_root(self.root)
+        except KvhubError as error:
+            raise OSError(errno.EACCES, error.message) from None
+        self._bytes = self._measure()
+
     def _path(self, key: bytes) -> Path:
         name = key.hex()
-        return self.root / name[:2] / f"{name}.kv"
+        return self.root / name[:2] / f"{name}{BLOCK_SUFFIX}"
 
     def _open(self, key: bytes) -> FileIO:
         # without O_NONBLOCK a FIFO under a block's name would hold the caller for ever
@@ -128,24 +147,19 @@ class DirectoryExchange:
             raise
 
     def _scan(self) -> list[tuple[float, int, Path]]:
-        """(last access, bytes, path) of every file, leftovers of killed writers included."""
+        """(last access, bytes, path) of every block, leftovers of killed writers included."""
         found = []
-        with os.scandir(self.root) as shards:
-            for shard in shards:
-                if not shard.is_dir(follow_symlinks=False):
-                    continue
-                with contextlib.suppress(OSError), os.scandir(shard.path) as files:
-                    for file in files:
-                        with contextlib.suppress(OSError):
-                            status = file.stat(follow_symlinks=False)
-                            found.append((status.st_mtime, status.st_size, Path(file.path)))
+        for file in own_files(self.root):
+            with contextlib.suppress(OSError):
+                status = file.stat(follow_symlinks=False)
+                found.append((status.st_mtime, status.st_size, Path(file.path)))
         return found
 
     def _remove_leftovers(self) -> None:
         """Files that a killed writer never gave a name."""
         long_ago = time.time() - _LEFTOVER_SECONDS
         for changed, _, path in self._scan():
-            if changed < long_ago and path.name.startswith(".") and path.suffix == ".part":
+            if changed < long_ago and is_part(path.name):
                 with contextlib.suppress(OSError):
                     path.unlink()
 

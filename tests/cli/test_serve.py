@@ -171,6 +171,21 @@ def test_a_port_in_use_is_said_before_anything_starts(
     assert not (tmp_path / "home" / "serving").exists()
 
 
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
+def test_a_directory_with_files_of_others_is_no_exchange(
+    pair: Pair, capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str]
+) -> None:
+    thesis = tmp_path / "mine" / "Documents" / "thesis.odt"
+    thesis.parent.mkdir(parents=True)
+    thesis.touch()
+    (tmp_path / "mine").chmod(0o700)
+    code = run(["serve", *arguments, str(pair.source), "--exchange", str(tmp_path / "mine")])
+    said = capsys.readouterr().err
+    assert code == 2 and "holds something else: Documents" in said and "Hint: " in said
+    assert list((tmp_path / "mine").iterdir()) == [thesis.parent]
+    assert not (tmp_path / "home" / "serving").exists()
+
+
 def test_the_settings_that_the_server_reads(
     pair: Pair, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from kvhub.exchange import (
     Namespace,
     chain_keys,
 )
+from kvhub.exchange.root import is_marked
 
 MODEL = "a" * 64
 LAYOUT = Layout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16")
@@ -128,6 +130,57 @@ def test_it_stays_below_its_bound_and_forgets_the_oldest(tmp_path: Path) -> None
         assert sum(p.stat().st_size for p in exchange.root.rglob("*.kv")) <= 20 * one
     assert exchange.header(KEYS[3]) is not None and exchange.header(KEYS[59]) is not None
     assert exchange.header(KEYS[7]) is None
+
+
+def test_only_blocks_are_counted_and_removed(tmp_path: Path) -> None:
+    one = LAYOUT.nbytes + 1024
+    exchange = DirectoryExchange(tmp_path / "exchange", max_bytes=4 * one)
+    put(exchange, 0)
+    shard = next(exchange.root.rglob("*.kv")).parent
+    others = [
+        exchange.root / "Documents" / "thesis.odt",
+        shard / "notes.kv",
+        shard / f"{'g' * 64}.kv",
+        exchange.root / f"{KEYS[0].hex()}.kv",
+        exchange.root / "Documents" / f"{KEYS[1].hex()}.kv",
+        shard / ".mine.part",
+    ]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x" * 5 * one)
+        os.utime(path, (1, 1))  # the oldest of all
+    exchange = DirectoryExchange(exchange.root, max_bytes=4 * one)
+    assert exchange.header(KEYS[0]) is not None
+    for index in range(1, 12):
+        put(exchange, index)
+    assert all(path.stat().st_size == 5 * one for path in others)
+    assert sum(exchange.header(key) is not None for key in KEYS[:12]) in (3, 4)
+
+
+def test_a_directory_that_was_removed_is_made_again(exchange: DirectoryExchange) -> None:
+    put(exchange, 0)
+    shutil.rmtree(exchange.root)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        exchange.header(KEYS[0])
+    with pytest.raises(BlockMissing):
+        exchange.get(KEYS[0], model=MODEL, layout=LAYOUT)
+    assert put(exchange, 0) and exchange.header(KEYS[0]) is not None and exchange.header(KEYS[1]) is None
+    assert exchange.root.stat().st_mode & 0o777 == 0o700 and is_marked(exchange.root)
+
+
+def test_what_took_its_place_is_left_alone(exchange: DirectoryExchange) -> None:
+    put(exchange, 0)
+    shutil.rmtree(exchange.root)
+    exchange.root.write_text("a file")
+    with pytest.raises(OSError, match="not a directory"):
+        put(exchange, 0)
+    assert exchange.root.read_text() == "a file"
+    exchange.root.unlink()
+    exchange.root.mkdir(mode=0o700)
+    (exchange.root / "thesis.odt").touch()
+    with pytest.raises(OSError, match="holds something else"):
+        put(exchange, 0)
+    assert [path.name for path in exchange.root.iterdir()] == ["thesis.odt"]
 
 
 def test_a_block_larger_than_the_exchange_is_an_error_not_a_loop(tmp_path: Path) -> None:
