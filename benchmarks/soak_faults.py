@@ -100,10 +100,11 @@ class Faults:
     def _delete_root(self) -> None:
         shutil.rmtree(self.exchange)
         self._stop.wait(self._choose.uniform(0, 1))
-        self.exchange.mkdir(mode=0o700)
+        self.exchange.mkdir(mode=0o700, exist_ok=True)  # a server may have made it again
 
     def _no_directory(self) -> None:
         aside = self.exchange.with_name("aside")
+        shutil.rmtree(aside, ignore_errors=True)  # left where a server made the directory again meanwhile
         self.exchange.rename(aside)
         self.exchange.write_text("not a directory")
         self._stop.wait(1)

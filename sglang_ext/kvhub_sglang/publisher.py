@@ -86,7 +86,10 @@ class Publisher:
 
     def _store(self, model: str, layout: Layout, block: Publication) -> int:
         hops = block.lineage.hops
-        present = self.exchange.header(block.key)
+        try:
+            present = self.exchange.header(block.key)
+        except FileNotFoundError:  # all of it is gone; storing a block brings it back
+            present = None
         if present is not None and present.lineage.hops <= hops:
             self._remember(block.key, present.lineage.hops)
             return 0

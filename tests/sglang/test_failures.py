@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -86,6 +87,10 @@ def unreadable(world: World) -> None:
         path.write_bytes(b"")
 
 
+def removed(world: World) -> None:
+    shutil.rmtree(world.root)
+
+
 def no_memory(world: World) -> None:
     world.restart(stage_max_bytes=1 << 16)
     world.target.serving.stager.budget.most = 10
@@ -104,6 +109,7 @@ FAULTS: dict[str, tuple[Callable[[World], None], str]] = {
     "blocks of another revision": (lambda world: rewrite(world, identity("org/other", 3, 1)), "corrupt"),
     "blocks empty": (unreadable, "no_source"),
     "shards are links": (linked, "no_source"),
+    "directory removed": (removed, "exchange"),
     "no memory to stage": (no_memory, "capacity"),
 }
 
@@ -141,6 +147,17 @@ def test_a_full_exchange_is_no_error_of_a_request(world: World) -> None:
     assert running.meta["mapped"] == 192 and world.target.cache.serving is not None
     assert world.target.serving.publisher.budget.held == 0
     world.target.empty()
+
+
+def test_a_removed_directory_comes_back_with_the_next_answer(world: World) -> None:
+    source = Engine(SMALL, world.root)
+    source.run(PROMPT)
+    removed(world)
+    assert world.target.run(PROMPT, ask=ASK).meta["reason"] == "exchange"
+    source.cache.reset()
+    source.allocator.clear()
+    source.run([3, *PROMPT], 4)
+    assert world.target.run([3, *PROMPT, 1], ask=ASK).meta["mapped"] == 192
 
 
 def test_what_cannot_be_published_in_time_is_dropped(world: World) -> None:

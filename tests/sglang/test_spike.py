@@ -130,7 +130,7 @@ def test_no_free_slots(tmp_path: Path) -> None:
 def test_the_exchange_is_gone(target: Engine) -> None:
     shutil.rmtree(target.serving.exchange.root)
     running = target.admit(target.request(PROMPT, ask=ASK))
-    assert running.meta["reason"] == "no_source"
+    assert running.meta["reason"] == "exchange"
     native_answer(target, running)
 
 
