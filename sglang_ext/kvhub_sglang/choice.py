@@ -6,8 +6,9 @@ On `/generate`, by a trusted orchestrator:
         {"action_id": "a1", "action_type": "kvhub.reuse", "action_version": "1",
          "payload": {"reuse": true, "sources": ["<name or digest>"], "max_hops": 1}}]}
 
-On the OpenAI endpoints: `"custom_params": {"kvhub": {"reuse": true}}`. Both may only
-narrow what the server's settings allow; where both are present, both must agree.
+Of several actions of this type all hold. On the OpenAI endpoints:
+`"custom_params": {"kvhub": {"reuse": true}}`. Both may only narrow what the server's
+settings allow; where both are present, both must agree.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ def choose(req: Any, settings: ServingSettings) -> Choice:
     """
     if settings.reuse == "off":
         raise Refusal(Code.DECLINED, "reuse is off on this server")
-    hint, client = _hint(req), _client(req)
-    asks = [ask for ask in (hint, client) if ask is not None]
+    hints, client = _hints(req), _client(req)
+    asks = hints if client is None else [*hints, client]
     if any(not ask.reuse for ask in asks):
         raise Refusal(Code.DECLINED, "the request declines reuse")
-    asked = hint is not None or (client is not None and settings.reuse != "hinted")
+    asked = bool(hints) or (client is not None and settings.reuse != "hinted")
     if settings.reuse != "always" and not asked:
         raise Refusal(Code.NOT_ASKED, "the request did not ask for reuse")
     sources: frozenset[str] | None = None
@@ -68,21 +69,23 @@ def choose(req: Any, settings: ServingSettings) -> Choice:
         if ask.max_hops is not None:
             max_hops = min(max_hops, ask.max_hops)
     worth = settings.worth
-    if hint is not None and hint.worth is not None:
-        worth = hint.worth
-    if client is not None and client.worth == "auto":
+    if any(hint.worth == "always" for hint in hints):
+        worth = "always"
+    if any(ask.worth == "auto" for ask in asks):
         worth = "auto"
     return Choice(sources, max_hops, worth)
 
 
-def _hint(req: Any) -> Ask | None:
+def _hints(req: Any) -> list[Ask]:
+    """Every action of type `kvhub.reuse`, so that none can be hidden behind another."""
+    asks = []
     envelope = getattr(req, "kv_hints", None)
     for action in getattr(envelope, "actions", None) or ():
         if action.action_type == ACTION:
             if action.action_version != "1":
                 raise Refusal(Code.DECLINED, f"unknown {ACTION} version {action.action_version!r}")
-            return _parse(action.payload)
-    return None
+            asks.append(_parse(action.payload))
+    return asks
 
 
 def _client(req: Any) -> Ask | None:
