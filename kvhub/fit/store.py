@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvhub.errors import AccessDenied, KvhubError
+from kvhub.files import write_bytes as write_bytes
 from kvhub.model.identity import canonical_json
 
 _NAMES = {
@@ -79,23 +80,6 @@ def write_tensors(
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, not copied where it is in main memory."""
     return memoryview(tensor.reshape(-1).cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Replace a small file in one step. Errors: `AccessDenied`, `KvhubError`."""
-    temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except PermissionError:
-        raise AccessDenied(f"{path.parent} may not be written") from None
-    except OSError as error:
-        raise KvhubError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def sha256_of(path: Path) -> str:
