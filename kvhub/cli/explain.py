@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
+from pydantic import ConfigDict, Field, ValidationError
 
+from kvhub.cli import output
 from kvhub.errors import BadInput, Corrupt, NotFound
+from kvhub.model.identity import Record, Sha256
 
 _MAX_BYTES = 1 << 20
+
+
+class _Served(Record):
+    """What is read of one mapper; bounds as in `kvhub_sglang.settings`, which core must not import."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    digest: Sha256
+    state: Literal["draft", "ready", "retired"] = "draft"
+    exact_prefix: int | None = Field(default=None, ge=0, le=4096)
+    native_tail: int = Field(default=0, ge=0, le=65536)
+
+
+class _Read(Record):
+    """What is read of a settings file."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    mappers: list[_Served]
+    min_span: int = Field(default=64, ge=1)
+    reuse: Literal["asked", "hinted", "always", "off"] = "asked"
+    worth: Literal["auto", "always"] = "auto"
+    cost_file: str | None = None
 
 
 @click.command()
@@ -33,7 +59,7 @@ def command(server: str, tokens: int, held: int, new: int, form: str) -> None:
         click.echo(json.dumps(found, indent=1))
         return
     for row in found["mappers"]:
-        click.echo(f"mapper {row['mapper'][:12]}: {row['decision']} ({row['reason']})")
+        click.echo(f"mapper {row['mapper'][:12]}: {row['decision']} ({output.clean(row['reason'])})")
         click.echo(f"  {row['exact']} exact, {row['mapped']} mapped, {row['computed']} computed")
     if not found["mappers"]:
         click.echo("no mapper is served: only its own rows are reused")
@@ -65,7 +91,7 @@ def explain(settings: dict[str, Any], tokens: int, held: int, new: int) -> dict[
         decision, reason = "map", cost.reason
         if settings.get("reuse") == "off" or served.get("state") == "retired":
             decision, reason = "compute", "declined: reuse is off or the mapper is retired"
-        elif count < settings.get("min_span", 64):
+        elif count < settings["min_span"]:
             decision, reason = "compute", f"short: {count} tokens to gain, min_span {settings['min_span']}"
         elif settings.get("worth", "auto") == "auto" and not cost.worth:
             decision, reason = "compute", f"not_worth_it: {cost.reason}"
@@ -87,17 +113,18 @@ def explain(settings: dict[str, Any], tokens: int, held: int, new: int) -> dict[
 
 def _settings(server: str) -> dict[str, Any]:
     from kvhub.settings import Settings
+    from kvhub.strict_json import first_fault, parse_object, read_bounded
 
     path = Path(server)
     if server.isdecimal():
         path = Settings.load().home / "serving" / f"{server}.json"
-    try:
-        with path.expanduser().open("rb") as file:
-            found = json.loads(file.read(_MAX_BYTES))
-    except OSError:
-        raise NotFound(f"no settings of a server at {path}", "name the port of a `kvhub serve`") from None
-    except ValueError:
-        raise Corrupt(f"{path} is not a settings file") from None
-    if not isinstance(found, dict) or not isinstance(found.get("mappers"), list):
+    if path.is_dir():
         raise Corrupt(f"{path} is not a settings file")
-    return found
+    try:
+        found = parse_object(read_bounded(path, limit=_MAX_BYTES, follow_symlinks=True), str(path))
+    except NotFound:
+        raise NotFound(f"no settings of a server at {path}", "name the port of a `kvhub serve`") from None
+    try:
+        return _Read.model_validate(found).model_dump()
+    except ValidationError as error:
+        raise Corrupt(f"{path} is not a settings file: {first_fault(error)}") from None

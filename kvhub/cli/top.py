@@ -77,7 +77,7 @@ def _counts(found: dict[str, float]) -> dict[str, int]:
 
 def _stage(samples: Samples, stage: str) -> dict[str, float] | None:
     count = samples.total("kvhub_stage_seconds_count", stage=stage)
-    if count <= 0:
+    if count < 1:
         return None
     half = samples.quantile("kvhub_stage_seconds", 0.5, stage=stage) or 0.0
     most = samples.quantile("kvhub_stage_seconds", 0.95, stage=stage) or 0.0
@@ -114,9 +114,13 @@ def show(url: str, total: dict[str, Any], last: dict[str, Any] | None, seconds: 
     """For people. last: what was counted in the last `seconds`, if anybody watches."""
     server, on = total["server"], total["on"]
     state = {True: "on", False: "OFF: it switched itself off, its log says why", None: "unknown"}[on]
+    said = {
+        key: output.clean(server.get(key, other))
+        for key, other in (("model", url), ("identity", ""), ("reuse", "?"), ("max_hops", "?"))
+    }
     click.echo(
-        f"{output.clean(server.get('model', url))}  {server.get('identity', '')}"
-        f"  reuse {server.get('reuse', '?')}, max hops {server.get('max_hops', '?')}  kvhub {state}"
+        f"{said['model']}  {said['identity']}"
+        f"  reuse {said['reuse']}, max hops {said['max_hops']}  kvhub {state}"
     )
     click.echo()
     _show_tokens(total, last, seconds)
@@ -125,8 +129,8 @@ def show(url: str, total: dict[str, Any], last: dict[str, Any] | None, seconds: 
     line = []
     if total["hit_ratio"] is not None:
         line.append(f"hit ratio {total['hit_ratio']:.1%}")
-    line += [f"{name} {output.size(count)}" for name, count in total["bytes"].items()]
-    line += [f"blocks {name} {output.count(count)}" for name, count in total["blocks"].items()]
+    line += [f"{output.clean(name)} {output.size(count)}" for name, count in total["bytes"].items()]
+    line += [f"blocks {output.clean(name)} {output.count(count)}" for name, count in total["blocks"].items()]
     if line:
         click.echo("exchange  " + ", ".join(line))
     for name in ("errors", "healed"):

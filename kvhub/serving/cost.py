@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvhub.errors import KvhubError
+from kvhub.strict_json import parse_object, read_bounded
+
 _FADE = 0.98
 """Weight that an observation keeps when the next one comes: about the last 50 count."""
 _FURTHER = 4.0
@@ -211,11 +214,10 @@ class CostModel:
         """From a file; an empty model where there is none, or none that can be read."""
         model = cls()
         try:
-            with path.open("rb") as file:
-                data = json.loads(file.read(_MAX_BYTES))
+            data = parse_object(read_bounded(path, limit=_MAX_BYTES, follow_symlinks=True), "costs")
             prefill, stage = Line.restored(3, data["prefill"]), Line.restored(2, data["stage"])
             maps = {str(name): Line.restored(2, state) for name, state in data["maps"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (KvhubError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return model
         model._prefill, model._stage, model._maps = prefill, stage, maps
         return model

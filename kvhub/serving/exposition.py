@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import math
 import re
 import urllib.error
 import urllib.parse
@@ -12,6 +14,8 @@ from dataclasses import dataclass, field
 from kvhub.errors import BadInput, NotFound, Unreachable
 
 MAX_BYTES = 16 << 20
+_MOST = 1e18
+"""No count or time of a server is larger."""
 _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? (\S+)(?: -?\d+)?$")
 _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)",?')
 
@@ -102,6 +106,7 @@ def scrape(url: str, *, timeout: float = 10.0) -> Samples:
     try:
         parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
         usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
+        usable = usable and not re.search(r"[\s\0-\x1f\x7f]", url)
     except ValueError:  # half an IPv6 address, a port that is no number
         usable = False
     if not usable:
@@ -111,13 +116,16 @@ def scrape(url: str, *, timeout: float = 10.0) -> Samples:
         request = urllib.request.Request(f"{base}/metrics", headers={"Accept": "text/plain"})
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             text = answer.read(MAX_BYTES + 1)
+            if answer.length and len(text) <= MAX_BYTES:
+                raise OSError("the answer broke off")
     except urllib.error.HTTPError as error:
         hint = "start it with: kvhub serve MODEL ... -- --enable-metrics" if error.code == 404 else ""
         raise NotFound(f"{base} exports no metrics (HTTP {error.code})", hint) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise Unreachable(
-            f"no answer from {base}: {getattr(reason, 'strerror', None) or reason}", "is the server running?"
+            f"no answer from {base}: {getattr(reason, 'strerror', None) or reason or type(error).__name__}",
+            "is the server running?",
         ) from None
     if len(text) > MAX_BYTES:
         raise BadInput(f"{base}/metrics is larger than {MAX_BYTES >> 20} MiB")
@@ -127,7 +135,26 @@ def scrape(url: str, *, timeout: float = 10.0) -> Samples:
             f"{base} exports no kvhub metrics",
             "it serves without kvhub, or kvhub did not start: its log says why",
         )
+    _check(samples, base)
     return samples
+
+
+def _check(samples: Samples, base: str) -> None:
+    for name, found in samples.values.items():
+        counted = name.endswith(("_total", "_count", "_bucket"))
+        for labels, value in found.items():
+            limit = _number(dict(labels).get("le", "+Inf")) if name.endswith("_bucket") else 0.0
+            if not abs(value) <= _MOST or (counted and value < 0):
+                raise BadInput(f"{base}/metrics: {name} is {value}")
+            if not (abs(limit) <= _MOST or limit == math.inf):
+                raise BadInput(f"{base}/metrics: {name} has a limit that is no number")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def shares(counts: Mapping[str, float]) -> dict[str, float]:

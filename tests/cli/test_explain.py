@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,35 @@ def test_bad_files_and_numbers(home: Path) -> None:
     assert run(["explain", "30000", "--tokens", "10"]) == 6
     write(home)
     assert run(["explain", "30000", "--tokens", "10", "--held", "20"]) == 2
+
+
+SERVED = {"path": "x", "digest": M}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"mappers": ["x"]}',
+        '{"mappers": [{}]}',
+        '{"mappers": [], "cost_file": 5}',
+        "[" * 100_000,
+        *(
+            json.dumps({"mappers": [{**SERVED, **change}]})
+            for change in ({"native_tail": "x"}, {"native_tail": -5000}, {"exact_prefix": -500})
+        ),
+    ],
+    ids=range(7),
+)
+def test_what_is_no_settings_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    assert run(["explain", str(tmp_path / "x.json"), "--tokens", "10"]) == 6
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_what_is_no_file_and_what_may_be_missing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path, tmp_path / "pipe"):
+        assert run(["explain", str(place), "--tokens", "10"]) == 6
+    served = {"mappers": [SERVED], "cost_file": str(tmp_path / "pipe")}
+    (tmp_path / "x.json").write_text(json.dumps(served))
+    assert run(["explain", str(tmp_path / "x.json"), "--tokens", "10"]) == 0
