@@ -82,21 +82,25 @@ def command(
     import torch
 
     from kvhub.cli.eval import locate_model
-    from kvhub.fit.store import write_bytes
+    from kvhub.files import check_output, write_output
     from kvhub.mapper.load import load_mapper, locate
     from kvhub.model.load import load_model
     from kvhub.tasks import record
     from kvhub.tasks.caches import Caches
     from kvhub.tasks.conversation import read_conversations, run_conversations
     from kvhub.tasks.run import Task, TaskSettings, run_tasks
+    from kvhub.tasks.scores import require_arms
 
     if not names and conversations is None:
         raise BadInput("there is no task", "give --task NAME[=FILE], or --conversations FILE")
     tasks = [Task.parse(name) for name in names]
     talks = [] if conversations is None else read_conversations(conversations, limit=limit)
     chosen = cast("tuple[Arm, ...]", tuple(dict.fromkeys(arms)))
+    require_arms(chosen)
     settings = TaskSettings(arms=chosen, limit=limit, fewshot=fewshot, chat=chat, seed=seed)
     directory = locate(mapper)
+    for wanted in (directory / record.NAME, *([] if place is None else [place])):
+        check_output(wanted)  # now, not after hours
     loaded = load_mapper(directory)
     manifest = loaded.manifest
     paths = [locate_model("source", manifest.source, source), locate_model("target", manifest.target, target)]
@@ -124,7 +128,7 @@ def command(
         _print(scores, table)
     record.write_record(directory, found)
     if place is not None:
-        write_bytes(place, record.to_bytes(found))
+        write_output(place, record.to_bytes(found))
 
 
 def _demand_harness() -> None:

@@ -55,7 +55,7 @@ class LayerMaps(Record):
 class KPoint(Record):
     """Held-out R2 of ridges with the k best source layers, mean over target layers."""
 
-    k: int
+    k: int = Field(ge=1, le=1024)
     r2_key: float
     r2_value: float
 
@@ -85,12 +85,9 @@ class Diagnostics(Record):
         if len(set(keys)) != len(keys):
             raise ValueError("a score is given twice")
         if self.maps is not None:
-            shapes = {
-                (len(rows), len(row))
-                for rows in (self.maps.raw_key, self.maps.content_key, self.maps.value)
-                for row in rows
-            }
-            if len(shapes) != 1:
+            sides = (self.maps.raw_key, self.maps.content_key, self.maps.value)
+            shapes = {(len(rows), *{len(row) for row in rows}) for rows in sides}
+            if len(shapes) != 1 or len(shape := shapes.pop()) != 2 or 0 in shape:
                 raise ValueError("the R2 maps are not of one shape")
         return self
 

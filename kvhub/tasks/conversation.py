@@ -25,6 +25,7 @@ from kvhub.evaluation.evidence import Arm
 from kvhub.tasks.caches import Caches
 from kvhub.tasks.lm import MappedLM
 from kvhub.tasks.local import MAX_BYTES
+from kvhub.tasks.scores import require_arms
 
 MAX_NEW_TOKENS = 32
 STOPS = ("\nQ:", "\n\n", "Q:")
@@ -70,9 +71,7 @@ def read_conversations(path: Path, *, limit: int | None = None) -> list[Conversa
         raise BadInput(f"{path} cannot be read: {error}") from None
     try:
         whole = json.loads(text) if path.suffix == ".json" else None
-        items = (
-            whole["data"] if whole is not None else [json.loads(x) for x in text.splitlines() if x.strip()]
-        )
+        items = whole["data"] if whole is not None else [json.loads(x) for x in text.split("\n") if x.strip()]
         return [_conversation(item) for item in items][:limit]
     except (ValueError, KeyError, TypeError, IndexError, RecursionError):
         raise BadInput(
@@ -114,8 +113,7 @@ def run_conversations(
     """
     if not conversations:
         raise BadInput("there are no conversations")
-    if not {"native", "mapped"} <= set(arms):
-        raise BadInput("the arms native and mapped are needed")
+    require_arms(arms)
     found = np.full((len(arms), len(conversations), turns), np.nan)
     for row, arm in enumerate(arms):
         model = MappedLM(caches, arm)

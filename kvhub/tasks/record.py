@@ -11,12 +11,12 @@ from typing import Any
 
 import kvhub
 from kvhub.artifact.manifest import Manifest
-from kvhub.fit.store import write_bytes
+from kvhub.files import write_bytes
 from kvhub.tasks.conversation import Turn
 from kvhub.tasks.run import Task, TaskSettings
 from kvhub.tasks.scores import TaskScores, overall
 
-NAME = "tasks.json"
+NAME = "assets/tasks.json"
 
 
 def describe(
@@ -41,7 +41,7 @@ def describe(
 
 def write_record(directory: Path, record: dict[str, Any]) -> Path:
     """Put the record beside the manifest, whole or not at all. Errors: `OSError`."""
-    place = directory / "assets" / NAME
+    place = directory / NAME
     place.parent.mkdir(exist_ok=True)
     write_bytes(place, to_bytes(record))
     return place

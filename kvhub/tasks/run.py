@@ -17,7 +17,7 @@ from kvhub.evaluation.bootstrap import Array
 from kvhub.evaluation.evidence import Arm
 from kvhub.tasks.caches import Caches
 from kvhub.tasks.local import digest, read_items, task_config
-from kvhub.tasks.scores import TaskScores, task_scores
+from kvhub.tasks.scores import TaskScores, require_arms, task_scores
 
 METRICS = ("acc_norm", "acc", "exact_match", "f1", "em")
 """The first of these that a task reports is its accuracy."""
@@ -75,8 +75,7 @@ def run_tasks(
     """
     if len({task.name for task in tasks}) != len(tasks):
         raise BadInput("two tasks have the same name")
-    if not {"native", "mapped"} <= set(settings.arms):
-        raise BadInput("the arms native and mapped are needed", "add them to --arm, or leave --arm out")
+    require_arms(settings.arms)
     answers: dict[str, dict[Arm, Array]] = {task.name: {} for task in tasks}
     metrics: dict[str, str] = {}
     floors: dict[str, float] = {}
@@ -154,8 +153,9 @@ def _evaluate(
     except (OSError, RuntimeError) as error:
         if task.path is not None:
             raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise NotFound(
-            f"the data of task {task.name!r} cannot be fetched: {str(error).splitlines()[0]}",
+            f"the data of task {task.name!r} cannot be fetched: {reason}",
             "check the connection, or give a local file: NAME=FILE.jsonl",
         ) from error
 

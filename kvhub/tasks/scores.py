@@ -11,11 +11,12 @@ cache. So the source alone stands beside it, and the gap recovered where there i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvhub.errors import BadInput
 from kvhub.evaluation.bootstrap import Array, Bootstrap, Estimate
 from kvhub.evaluation.evidence import Arm
 
@@ -34,6 +35,12 @@ class TaskScores:
     loss: Estimate
     gap_recovered: Estimate | None
     """None where the target does not beat the source beyond chance."""
+
+
+def require_arms(arms: Collection[Arm]) -> None:
+    """Native and mapped are what every score compares. Errors: `BadInput`."""
+    if not {"native", "mapped"} <= set(arms):
+        raise BadInput("the arms native and mapped are needed", "add them to --arm, or leave --arm out")
 
 
 def task_scores(

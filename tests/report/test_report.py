@@ -8,8 +8,10 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from support.mappers import identity_tensors, make_identity, make_manifest
 from support.published import make_evidence
 
@@ -151,6 +153,24 @@ def test_layers_of_unequal_width_are_left_out(hostile: tuple[Path, Manifest]) ->
     assert set(made) == {"layers.png", "positions.png", "r2_by_k.png"}
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"raw_key": [], "content_key": []},
+        {"raw_key": [], "content_key": [], "value": []},
+        {"raw_key": [[]], "content_key": [[]], "value": [[]]},
+        {"value": [[0.5, 0.6], [0.5]]},
+        {"value": [[0.5, 0.6]]},
+        {"value": [[0.5]] * 2},
+    ],
+)
+def test_maps_of_no_one_shape_are_refused(hostile: tuple[Path, Manifest], change: dict[str, Any]) -> None:
+    found = diagnostics(hostile[1]).model_dump(mode="json")
+    found["maps"] |= change
+    with pytest.raises(ValidationError, match="one shape"):
+        Diagnostics.model_validate_json(json.dumps(found))
+
+
 def test_the_command(
     hostile: tuple[Path, Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -163,8 +183,11 @@ def test_the_command(
     assert run(["report", str(directory)]) == 0
     assert capsys.readouterr().out == f"report-{manifest.digest[:12]}.html\n"
     assert (tmp_path / f"report-{manifest.digest[:12]}.html").stat().st_size > 1000
-    assert run(["report", str(directory), "--output", f"{directory}/manifest.json/x.html"]) != 0
-    assert "Traceback" not in capsys.readouterr().err
+    (tmp_path / "link").symlink_to("elsewhere")
+    for place in (f"{directory}/manifest.json/x.html", "n" * 257, "", "link", "/dev/null"):
+        assert run(["report", str(directory), "--output", place]) == 2, place
+        assert len(capsys.readouterr().err.splitlines()) <= 2
+    assert (tmp_path / "link").is_symlink() and not (tmp_path / "elsewhere").exists()
     assert run(["report", "nothing-like-it"]) == 3
     changed = shutil.copytree(hostile[0], tmp_path / "changed")
     content = json.loads((changed / NAME).read_text()) | {"mapper": "0" * 64}

@@ -23,6 +23,14 @@ def test_items_are_read_with_what_counts(tmp_path):
     assert chance([{"question": "?", "answer": "x"}]) == 0
 
 
+@pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\x85"])
+def test_only_a_newline_ends_a_line(tmp_path, inside):
+    item = json.dumps(GOOD | {"question": f"a{inside}b"}, ensure_ascii=False)
+    assert len(read_items(write(tmp_path / "a.jsonl", item, item))) == 2
+    talk = json.dumps(COQA | {"story": f"a{inside}b"}, ensure_ascii=False)
+    assert read_conversations(write(tmp_path / "t.jsonl", talk))[0].story == f"a{inside}b"
+
+
 @pytest.mark.parametrize(
     "line, message",
     [

@@ -1,6 +1,7 @@
 """Through lm-evaluation-harness itself, on real items and the shipped models."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,16 @@ def test_nothing_to_do_and_another_model_are_refused(tmp_path, capsys):
     wrong = ["--source", str(SMALL), "--target", str(LARGE)]
     assert run(["tasks", str(tmp_path / "m"), "--task", f"a={ARC}", *wrong]) == 7
     assert "is not the mapper's" in capsys.readouterr().err
+
+
+def test_arms_and_places_are_checked_before_a_model_is_loaded(tmp_path, capsys):
+    manifest = make_manifest(identify(SMALL, dtype="float32"), identify(SMALL, dtype="float32"), k=1)
+    write_artifact(tmp_path / "m", manifest, identity_tensors(manifest))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    models = ["--source", "no/such", "--target", "no/such"]  # would be refused with 3
+    tasks = ["tasks", str(tmp_path / "m"), "--task", f"a={ARC}", *models]
+    for output in ("link", "pipe", "m/manifest.json/x", "n" * 256):
+        assert run([*tasks, "--output", str(tmp_path / output)]) == 2, output
+    assert run([*tasks, "--arm", "native"]) == 2
+    assert "native and mapped are needed" in capsys.readouterr().err
