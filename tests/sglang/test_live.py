@@ -165,7 +165,12 @@ def published(exchange: Path, model: str, before: set[Path]) -> list[torch.Tenso
             data = path.read_bytes()
             header = decode_header(data)[0]
             if header.model == model:
-                block = decode(data, bytes.fromhex(header.key), model, header.layout)
+                block = decode(
+                    torch.frombuffer(bytearray(data), dtype=torch.uint8),
+                    bytes.fromhex(header.key),
+                    model,
+                    header.layout,
+                )
                 found[header.position] = block.payload
         if len(found) >= 2 or time.monotonic() > deadline:
             return [payload for _, payload in sorted(found.items())]
@@ -189,7 +194,8 @@ def test_the_triton_kernels_serve_what_the_matrix_products_do(world: World) -> N
     target = Rows(list(want[:, 0]), list(want[:, 1]), 128)
     assert mapper.map_blocks(given, torch.arange(128), target)  # matrix products, in this process
     assert mapper.engine("cpu") == "matrix products in float32"
-    torch.testing.assert_close(rows, want, rtol=1e-5, atol=1e-5)
+    # 1e-5 of the rows' own size: the interpreter adds up in another order
+    torch.testing.assert_close(rows, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
     cache = DynamicCache()
     for layer, (keys, values) in enumerate(want):
         cache.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], layer)
