@@ -62,18 +62,22 @@ class Listed(NamedTuple):
     locations: tuple[Place, ...] = ()
 
 
-_QUERY = (
+_INSTANT = "replace(replace({}, ' ', 'T'), '.000000', '') || 'Z'"
+"""SQLAlchemy's text of a moment (in UTC) as ISO 8601."""
+_QUERY = (  # the columns in the order of `Listed`
     "SELECT m.digest, m.source_name, m.target_name, m.family, m.support, m.k, m.regularization,"
-    " m.regularization_convention, m.exact_prefix, c.dataset, c.tokens, a.state, a.state_reason, a.changed,"
-    " a.size, a.path, m.created, s.revision, t.revision"
+    " m.regularization_convention, m.exact_prefix, c.dataset, c.tokens, a.state, a.state_reason,"
+    f" {_INSTANT.format('a.changed')}, a.size, a.path, {_INSTANT.format('m.created')}, s.revision, t.revision"
     " FROM kvhub_mapper m JOIN kvhub_artifact a ON a.mapper_digest = m.digest"
     " JOIN kvhub_calibration c ON c.digest = m.calibration_digest"
     " JOIN kvhub_model s ON s.digest = m.source_digest JOIN kvhub_model t ON t.digest = m.target_digest"
 )
 _ORDER = " ORDER BY m.target_slug, m.source_slug, m.created DESC"
+_METRICS = ("attention_cosine", "gap_recovered", "top1", "r2_key", "r2_value")
+"""In the order of `Listed`."""
 _SCORES = (
     "SELECT mapper_digest, metric, value FROM kvhub_score WHERE arm = 'mapped' AND domain IN ('all', 'fit')"
-    " AND metric IN ('attention_cosine', 'gap_recovered', 'top1', 'r2_key', 'r2_value'){}"
+    f" AND metric IN {_METRICS}{{}}"
     " ORDER BY domain DESC"  # the fit's own first, so that a measured one replaces it
 )
 _ALIASES = "SELECT mapper_digest, name FROM kvhub_alias WHERE 1{} ORDER BY name"
@@ -141,11 +145,9 @@ def _complete(connection: sqlite3.Connection, rows: Sequence[tuple[Any, ...]], t
     found = []
     for row in rows:
         measured = scores.get(row[0], {})
-        head, tail = (*row[:13], _instant(row[13]), *row[14:16]), (_instant(row[16]), *row[17:])
-        metrics = ("attention_cosine", "gap_recovered", "top1", "r2_key", "r2_value")
-        values = (measured.get(metric) for metric in metrics)
+        values = (measured.get(metric) for metric in _METRICS)
         names = tuple(aliases.get(row[0], ()))
-        found.append(Listed._make((*head, *tail, *values, names, tuple(places.get(row[0], ())))))
+        found.append(Listed._make((*row, *values, names, tuple(places.get(row[0], ())))))
     return found
 
 
@@ -157,8 +159,3 @@ def _of(
     digests = [row[0] for row in rows]
     chosen = f" AND mapper_digest IN ({', '.join('?' * len(digests))})"
     return connection.execute(query.format(chosen), digests)
-
-
-def _instant(stored: str) -> str:
-    """SQLAlchemy's text of a moment (in UTC) as ISO 8601."""
-    return stored.replace(" ", "T").removesuffix(".000000") + "Z"
