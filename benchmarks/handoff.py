@@ -24,50 +24,21 @@ import json
 import os
 import statistics
 import sys
-import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from support.server import Server, free_port, running
+from support.server import Server, free_port, hints, running
 
 from benchmarks import machine
-
-HINTS = {
-    "protocol_version": "1",
-    "message_id": "benchmark",
-    "actions": [
-        {
-            "action_id": "1",
-            "action_type": "kvhub.reuse",
-            "action_version": "1",
-            "payload": {"reuse": True},
-        }
-    ],
-}
 
 
 def ask(server: Server, prompt: list[int], *, reuse: bool) -> tuple[float, dict[str, Any]]:
     """Milliseconds until the first streamed token, and kvhub's report."""
-    body: dict[str, Any] = {
-        "input_ids": prompt,
-        "stream": True,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True},
-    }
-    if reuse:
-        body["kv_hints"] = HINTS
-    request = urllib.request.Request(
-        f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    started, first, last = time.perf_counter(), 0.0, {}
-    with urllib.request.urlopen(request, timeout=1800) as stream:
-        for line in stream:
-            if line.startswith(b"data: {"):
-                first = first or (time.perf_counter() - started) * 1e3
-                last = json.loads(line[6:])
-    return first, last["meta_info"]["kvhub"][0]
+    fields = {"kv_hints": hints()} if reuse else {}
+    answer = server.stream(prompt, 2, timeout=1800, **fields)
+    return answer.first_ms, answer.last["meta_info"]["kvhub"][0]
 
 
 def measure(source: Server, target: Server, texts: list[list[int]]) -> list[dict[str, Any]]:

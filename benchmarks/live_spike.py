@@ -23,10 +23,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from support.server import Server, free_port, running
+from support.server import Server, free_port, hints, running
 
 from benchmarks import machine
-from benchmarks.handoff import HINTS
 
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -48,14 +47,14 @@ def exercise(
     """
     first, second = f"{tenant}-a", f"{tenant}-b"
     native = [twin.generate(prompt, 24)["output_ids"] for prompt in prompts]
-    exact = [target.generate(prompt, 24, kv_hints=HINTS) for prompt in prompts[:4]]
+    exact = [target.generate(prompt, 24, kv_hints=hints()) for prompt in prompts[:4]]
     assert [answer["output_ids"] for answer in exact] == native[:4], "exact blocks changed an answer"
     reused = [report(answer)["exact"] for answer in exact]
     assert min(reused) > 0, reused
 
     def lossy(prompt: list[int], salt: str) -> int:
         small.generate(prompt, 2, cache_salt=salt)
-        answer = target.generate(prompt, 24, kv_hints=HINTS, cache_salt=salt)
+        answer = target.generate(prompt, 24, kv_hints=hints(), cache_salt=salt)
         return int(report(answer)["mapped"])
 
     mapped = [lossy(prompt, first) for prompt in prompts[4:8]]
@@ -69,7 +68,7 @@ def exercise(
     answers: dict[int, list[int]] = {}
 
     def client(number: int) -> None:
-        reuse = {"kv_hints": HINTS, "cache_salt": second} if number % 2 else {}
+        reuse = {"kv_hints": hints(), "cache_salt": second} if number % 2 else {}
         answers[number] = target.generate(prompts[number], 64, **reuse)["output_ids"]
 
     run([lambda n=n: client(n) for n in range(4, 12)])  # type: ignore[misc]
@@ -96,7 +95,7 @@ def abort_in_prefill(target: Server, prompt: list[int]) -> bool:
 
     def ask() -> None:
         with contextlib.suppress(RuntimeError):
-            finished.append(target.generate(prompt, 4, rid="victim", kv_hints=HINTS))
+            finished.append(target.generate(prompt, 4, rid="victim", kv_hints=hints()))
 
     thread = threading.Thread(target=ask)
     thread.start()

@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import time
-import urllib.request
 from typing import Any
 
 import numpy as np
@@ -28,31 +27,13 @@ TOKENS = 4
 """Asked of each request: the finish, with its publishing, is not inside the first one's time."""
 
 
-def first_token(server: Server, prompt: list[int]) -> tuple[float, float]:
-    """Milliseconds to the first streamed token, and to the end."""
-    body = {
-        "input_ids": prompt,
-        "stream": True,
-        "sampling_params": {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True},
-    }
-    request = urllib.request.Request(
-        f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    first = 0.0
-    started = time.perf_counter()
-    with urllib.request.urlopen(request, timeout=300) as stream:
-        for line in stream:
-            if line.startswith(b"data: {"):
-                first = first or time.perf_counter() - started
-    return first * 1e3, (time.perf_counter() - started) * 1e3
-
-
 def measure(pair: dict[str, Server], prompts: list[list[int]], pause: float) -> dict[str, list[list[float]]]:
     """`[first, total]` milliseconds of each prompt on each server, interleaved."""
     found: dict[str, list[list[float]]] = {name: [] for name in pair}
     for number, prompt in enumerate(prompts):
         for name in sorted(pair, reverse=bool(number % 2)):
-            found[name].append(list(first_token(pair[name], prompt)))
+            answer = pair[name].stream(prompt, TOKENS, timeout=300)
+            found[name].append([answer.first_ms, answer.total_ms])
             time.sleep(pause)  # what the other server still does for its last request is not measured
     return found
 

@@ -15,6 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.server import Server, free_port, running, server_environment
+from support.server import hints as hints  # for the benchmarks
 
 from kvhub.serving import launch
 
@@ -113,17 +114,6 @@ def start_stock(
         command += ["--max-total-tokens", "32768"]
     env = server_environment(path, {"OMP_NUM_THREADS": "1", **(environment or {})})
     return stack.enter_context(running([*command, *flags], env, port=port, log=log, cwd=ROOT, wait=False))
-
-
-def hints(reuse: bool = True, **payload: Any) -> dict[str, Any]:
-    """The `kv_hints` of a request on `/generate`."""
-    action = {
-        "action_id": "1",
-        "action_type": "kvhub.reuse",
-        "action_version": "1",
-        "payload": {"reuse": reuse, **payload},
-    }
-    return {"protocol_version": "1", "message_id": "benchmark", "actions": [action]}
 
 
 def token_ids(characters: slice = slice(None)) -> list[int]:

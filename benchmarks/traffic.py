@@ -23,7 +23,6 @@ import json
 import random
 import threading
 import time
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -39,25 +38,11 @@ TOKENS = 2
 
 def ask(server: Server, prompt: Sequence[int], *, reuse: bool, tokens: int = TOKENS) -> dict[str, Any]:
     """Milliseconds to the first streamed token and to the end, kvhub's report, and the answer."""
-    body: dict[str, Any] = {
-        "input_ids": list(prompt),
-        "stream": True,
-        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
-    }
-    if reuse:
-        body["kv_hints"] = hints()
-    request = urllib.request.Request(
-        f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    started, first, last = time.perf_counter(), 0.0, {}
-    with urllib.request.urlopen(request, timeout=600) as stream:
-        for line in stream:
-            if line.startswith(b"data: {"):
-                first = first or time.perf_counter() - started
-                last = json.loads(line[6:])
-    report = next((one for one in last["meta_info"].get("kvhub") or [] if one), {})
-    seconds = time.perf_counter() - started
-    return {"ttft": first * 1e3, "total": seconds * 1e3, "report": report, "answer": last["output_ids"]}
+    fields = {"kv_hints": hints()} if reuse else {}
+    found = server.stream(prompt, tokens, timeout=600, **fields)
+    report = next((one for one in found.last["meta_info"].get("kvhub") or [] if one), {})
+    answer = found.last["output_ids"]
+    return {"ttft": found.first_ms, "total": found.total_ms, "report": report, "answer": answer}
 
 
 def spread(values: list[float]) -> dict[str, float]:

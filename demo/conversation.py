@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import time
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from support.server import Server
+from support.server import Server, hints
 
 TURNS = ("small", "large", "small")
 FIRST, NEXT, ANSWER = 448, 96, 24
@@ -100,41 +97,15 @@ def _native(
 
 def _ask(server: Server, prompt: list[int], *, reuse: bool) -> Answer:
     """One streamed greedy answer."""
-    body: dict[str, Any] = {
-        "input_ids": prompt,
-        "stream": True,
-        "sampling_params": {"temperature": 0, "max_new_tokens": ANSWER, "ignore_eos": True},
-    }
-    if reuse:
-        body["kv_hints"] = {
-            "protocol_version": "1",
-            "message_id": "demo",
-            "actions": [
-                {
-                    "action_id": "reuse",
-                    "action_type": "kvhub.reuse",
-                    "action_version": "1",
-                    "payload": {"reuse": True, "max_hops": MAX_HOPS},
-                }
-            ],
-        }
-    request = urllib.request.Request(
-        f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    first, last = 0.0, {}
-    started = time.perf_counter()
-    with urllib.request.urlopen(request, timeout=120) as stream:
-        for line in stream:
-            if line.startswith(b"data: {"):
-                first = first or time.perf_counter() - started
-                last = json.loads(line[6:])
+    fields = {"kv_hints": hints(max_hops=MAX_HOPS)} if reuse else {}
+    first_ms, _, last = server.stream(prompt, ANSWER, **fields)
     if "error" in last or not last:
         raise SystemExit(f"the demo stops: {server.url} answered {last}")
     meta = last["meta_info"]
     account = meta.get("kvhub") or {}
     if isinstance(account, list):
         account = next((one for one in account if one), {})
-    return Answer(last["output_ids"], first * 1e3, account, meta["cached_tokens"])
+    return Answer(last["output_ids"], first_ms, account, meta["cached_tokens"])
 
 
 def _agreement(server: Server, prompt: list[int], answer: list[int]) -> float:

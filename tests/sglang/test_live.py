@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.server import Server, free_port, running, server_environment
+from support.server import Server, free_port, hints, running, server_environment
 from transformers import DynamicCache
 
 from kvhub.exchange.block import decode, decode_header
@@ -34,16 +34,6 @@ from kvhub_kernels.rows import Rows
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "models"
 pytestmark = pytest.mark.server
-
-
-def hints(reuse: bool = True, **payload: Any) -> dict[str, Any]:
-    action = {
-        "action_id": "1",
-        "action_type": "kvhub.reuse",
-        "action_version": "1",
-        "payload": {"reuse": reuse, **payload},
-    }
-    return {"protocol_version": "1", "message_id": "m", "actions": [action]}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvhub.serving import cpu
 
@@ -32,6 +32,14 @@ STOP_SECONDS = 30.0
 
 class ServerDied(RuntimeError):
     """The server ended, or did not get ready in time; the message ends with its log."""
+
+
+class Streamed(NamedTuple):
+    """Milliseconds to the first token and to the end of an answer, and its last event (`{}`: none came)."""
+
+    first_ms: float
+    total_ms: float
+    last: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,25 @@ class Server:
         prompt: text, or token ids. fields: further fields of the request (`extra_key`, `kv_hints`, ...);
         `sampling_params` is merged with the greedy ones.
         """
-        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-        sampling.update(fields.pop("sampling_params", {}))
-        text = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
-        answer: dict[str, Any] = self.post("/generate", {**text, "sampling_params": sampling, **fields})
+        answer: dict[str, Any] = self.post("/generate", _greedy(prompt, max_new_tokens, fields))
         return answer
+
+    def stream(
+        self, prompt: str | Sequence[int], max_new_tokens: int = 16, *, timeout: float = 120, **fields: Any
+    ) -> Streamed:
+        """As `generate`, streamed and timed; the last event holds all tokens and the report."""
+        body = {**_greedy(prompt, max_new_tokens, fields), "stream": True}
+        request = urllib.request.Request(
+            f"{self.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        first, last = 0.0, b""
+        started = time.perf_counter()
+        with urllib.request.urlopen(request, timeout=timeout) as events:
+            for line in events:
+                if line.startswith(b"data: {"):
+                    first, last = first or time.perf_counter() - started, line
+        total = time.perf_counter() - started
+        return Streamed(first * 1e3, total * 1e3, json.loads(last[6:]) if last else {})
 
     def post(self, path: str, body: Mapping[str, Any], *, timeout: float = 120) -> Any:
         """POST JSON, return JSON. An HTTP error is a `RuntimeError` with the body's text."""
@@ -92,6 +114,24 @@ class Server:
     def log_tail(self, characters: int = 3000) -> str:
         """The end of the server's log."""
         return self.log.read_text(errors="replace")[-characters:]
+
+
+def _greedy(prompt: str | Sequence[int], max_new_tokens: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a request for a greedy answer."""
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    text = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+    return {**text, **fields, "sampling_params": {**sampling, **fields.get("sampling_params", {})}}
+
+
+def hints(reuse: bool = True, **payload: Any) -> dict[str, Any]:
+    """The `kv_hints` of a request on `/generate`."""
+    action = {
+        "action_id": "1",
+        "action_type": "kvhub.reuse",
+        "action_version": "1",
+        "payload": {"reuse": reuse, **payload},
+    }
+    return {"protocol_version": "1", "message_id": "m", "actions": [action]}
 
 
 def free_port() -> int:
