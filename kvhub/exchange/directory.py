@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING
 
 from kvhub.errors import KvhubError
 from kvhub.exchange.base import BlockCorrupt, BlockMissing
-from kvhub.exchange.block import Block, BlockHeader, Layout, Lineage, decode, decode_header, encode
+from kvhub.exchange.block import (
+    MAX_HEADER,
+    Block,
+    BlockHeader,
+    Layout,
+    Lineage,
+    decode,
+    decode_header,
+    encode,
+)
 from kvhub.exchange.root import (
     BLOCK_SUFFIX,
     PART_PREFIX,
@@ -33,7 +42,7 @@ from kvhub.exchange.root import (
 if TYPE_CHECKING:
     import torch
 
-_HEADER_READ = 12 + 64 * 1024
+_HEADER_READ = 12 + MAX_HEADER
 _MEASURE_EVERY = 64
 _LEFTOVER_SECONDS = 600.0
 

@@ -45,10 +45,9 @@ _INVALID, _NO_SPACE = -600, -200
 _CONNECT_SECONDS = 5.0
 
 
-def open_mooncake(url: str, *, max_bytes: int = 0) -> MooncakeExchange:
+def open_mooncake(url: str) -> MooncakeExchange:
     """Connect to `mooncake://host:port?...` (`MooncakeAddress.parse`).
 
-    max_bytes is not used: Mooncake's segments are the bound.
     Errors: `BadInput` for the URL, `NotFound` where the client is not installed,
     `Unreachable` where the master does not answer.
     """

@@ -149,7 +149,7 @@ def open_exchange(settings: ServingSettings) -> Exchange:
     if settings.exchange.startswith("mooncake://"):
         from kvhub.exchange.mooncake import open_mooncake
 
-        return open_mooncake(settings.exchange, max_bytes=settings.exchange_max_bytes)
+        return open_mooncake(settings.exchange)
     return DirectoryExchange(Path(settings.exchange), max_bytes=settings.exchange_max_bytes)
 
 
