@@ -28,7 +28,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +36,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 from support import mooncake
-from support.server import Server, running
+from support.server import Server
 
 from benchmarks import machine, servers
 from kvhub.exchange import Layout, Lineage, Namespace, chain_keys
 from kvhub.exchange.block import encode
-from kvhub.serving import launch
+from kvhub_sglang.serving import layout_of
 
 HOSTS = {"store": "10.77.0.1", "small": "10.77.0.2", "large": "10.77.0.3", "router": "10.77.0.9"}
 PORT, RPC = 30000, 50051
@@ -99,17 +98,8 @@ def store(prefix: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     with contextlib.ExitStack() as stack:
 
         def start(name: str, port: int, *flags: str) -> subprocess.Popen[bytes]:
-            log = stack.enter_context((folder / f"{name}.log").open("wb"))
-            process = subprocess.Popen(
-                on(prefix, "store", [mooncake.program(name), *flags]),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            mooncake.listening(address, port, process, 60)
-            return process
+            where, through = (address, port), on(prefix, "store", [])
+            return mooncake.start(stack, folder, name, where, *flags, through=through, seconds=60)
 
         master = start(
             "mooncake_master",
@@ -133,31 +123,18 @@ def store(prefix: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def serve(stack: contextlib.ExitStack, prefix: str, name: str, home: str, url: str, folder: Path) -> Server:
     """`name` with kvhub on its host; not waited for."""
-    known, path = servers.mappers(home), servers.ROOT / "models" / name
-    content = {
-        "exchange": url,
-        "mappers": [{**known[name], "state": "draft", "allow_draft": True}],
-        "worth": "always",
-        "stage_wait_ms": 5000,
-        "model_path": str(path),
-    }
-    file = folder / f"{name}.json"
-    launch.write_settings(file, content)
-    plan = launch.launch(
-        path,
-        file,
-        dtype="float32",
+    return servers.start(
+        stack,
+        name,
+        home,
+        url,
+        settings={"lineage_mappers": [], "stage_wait_ms": 5000},  # one hop
+        flags=["--max-total-tokens", "8192"],
+        log=folder / f"{name}.log",
         host=HOSTS[name],
         port=PORT,
-        architectures=["Qwen3ForCausalLM"],
-        flags=["--max-total-tokens", "8192"],
+        through=on(prefix, name, []),
     )
-    env = {**plan.environment, "KVHUB_HOME": home, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = on(prefix, name, plan.argv)
-    live = stack.enter_context(
-        running(command, env, port=PORT, log=folder / f"{name}.log", cwd=servers.ROOT, wait=False)
-    )
-    return replace(live, url=f"http://{HOSTS[name]}:{PORT}")
 
 
 def ask(server: Server, prompt: list[int], tenant: str, *, reuse: bool = False) -> dict[str, Any]:
@@ -181,14 +158,13 @@ class Watcher:
         from kvhub.model.identify import identify
 
         self.exchange = exchange
-        self.digests = {
-            name: identify(servers.ROOT / "models" / name, dtype="float32").digest
-            for name in ("small", "large")
+        self.models = {
+            name: identify(servers.ROOT / "models" / name, dtype="float32") for name in ("small", "large")
         }
 
     def pages(self, model: str, prompt: list[int], tenant: str, kind: str = "exact") -> list[bytes]:
         """Keys of the prompt's full blocks."""
-        return chain_keys(Namespace(self.digests[model], kind, (tenant, "")), prompt)  # type: ignore[arg-type]
+        return chain_keys(Namespace(self.models[model].digest, kind, (tenant, "")), prompt)  # type: ignore[arg-type]
 
     def published(self, model: str, prompt: list[int], tenant: str, seconds: float = 60) -> bool:
         """Whether the last full block of `prompt` got there; blocks are published behind the answer."""
@@ -245,14 +221,15 @@ def exact_answers(large: Server, watcher: Watcher, prompts: list[list[int]], ten
 
 def hostile(large: Server, watcher: Watcher, prompts: list[list[int]]) -> dict[str, Any]:
     """Somebody without the secret overwrites every page: with noise, and with a block of its own making."""
-    client, layout, digest = watcher.exchange._client, layout_of("large"), watcher.digests["large"]
+    client, model = watcher.exchange._client, watcher.models["large"]
+    layout = layout_of(model)
     native = [ask(large, prompt, "hostile")["ids"] for prompt in prompts]
     published = sum(watcher.published("large", prompt, "hostile") for prompt in prompts)
     large.flush()
     pages, exact = 0, Lineage(hops=0, mappers=[])
     for prompt in prompts:
         for index, key in enumerate(watcher.pages("large", prompt, "hostile")):
-            forged = encode(key, digest, 64 * index, layout, exact, torch.zeros(layout.shape))
+            forged = encode(key, model.digest, 64 * index, layout, exact, torch.zeros(layout.shape))
             page = forged if pages % 2 else secrets.token_bytes(len(forged))
             assert client.upsert(f"kvhub:{key.hex()}", page) == 0
             pages += 1
@@ -325,18 +302,6 @@ def block_cost(exchange: Any, layout: Layout, count: int) -> dict[str, Any]:
     }
 
 
-def layout_of(name: str) -> Layout:
-    from kvhub.model.identify import identify
-
-    shape = identify(servers.ROOT / "models" / name, dtype="float32").geometry
-    return Layout(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype="float32",
-    )
-
-
 def inside(prefix: str, home: str, talks: int) -> None:
     """On the router's host."""
     from kvhub.exchange.mooncake import open_mooncake
@@ -367,7 +332,7 @@ def inside(prefix: str, home: str, talks: int) -> None:
         result["exact"] = exact_answers(large, watcher, [t[:330] for t in texts[8:14]], "exact")
         result["hostile"] = hostile(large, watcher, [t[:330] for t in texts[14:17]])
         big = Layout(num_layers=64, num_kv_heads=8, head_dim=128, dtype="bfloat16")
-        result["block"] = {"shipped": block_cost(watcher.exchange, layout_of("large"), 32)}
+        result["block"] = {"shipped": block_cost(watcher.exchange, layout_of(watcher.models["large"]), 32)}
         result["block"]["qwen3-32b"] = block_cost(watcher.exchange, big, 8)
         result["outage"] = outage(large, watcher, master, [t[:330] for t in texts[17:20]])
         for server in live.values():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +63,22 @@ def start(
     stack: contextlib.ExitStack,
     name: str,
     home: str,
-    exchange: Path,
+    exchange: Path | str,
     *,
     settings: Mapping[str, Any] | None = None,
     mapper: Mapping[str, Any] | None = None,
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     log: Path | None = None,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    through: Sequence[str] = (),
 ) -> Server:
     """SGLang with kvhub, on a shipped model that may map from the other one; not waited for.
 
     The settings file is written as `kvhub serve` writes it, so that everything in it can be
-    chosen: `settings` of the server, `mapper` of its mapper. flags: of SGLang.
+    chosen: `settings` of the server, `mapper` of its mapper. flags: of SGLang. through: a command
+    that runs the server's, such as one on another host.
     """
     known, path = mappers(home), ROOT / "models" / name
     content = {
@@ -84,17 +89,19 @@ def start(
         "model_path": str(path),
         **(settings or {}),
     }
-    port = free_port()
+    port = port or free_port()
     place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvhub-bench-")))
     file = place / "serving.json"
     launch.write_settings(file, content)
     architectures = json.loads((path / "config.json").read_text())["architectures"]
     plan = launch.launch(
-        path, file, dtype="float32", host="127.0.0.1", port=port, architectures=architectures, flags=flags
+        path, file, dtype="float32", host=host, port=port, architectures=architectures, flags=flags
     )
     env = {**plan.environment, "KVHUB_HOME": home, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env |= environment or {}
-    return stack.enter_context(running(plan.argv, env, port=port, log=log, cwd=ROOT, wait=False))
+    command = [*through, *plan.argv]
+    live = stack.enter_context(running(command, env, port=port, log=log, cwd=ROOT, wait=False))
+    return replace(live, url=f"http://{host}:{port}")
 
 
 def start_stock(

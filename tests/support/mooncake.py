@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,43 +60,60 @@ class Store:
             self.master.send_signal(signal.SIGCONT)
 
 
+def start(
+    stack: contextlib.ExitStack,
+    folder: Path,
+    name: str,
+    address: tuple[str, int],
+    *flags: str,
+    through: Sequence[str] = (),
+    seconds: float = 20,
+) -> subprocess.Popen[bytes]:
+    """Run one of Mooncake's programs until `stack` is left; it listens at `address`, its log is in `folder`.
+
+    through: a command that runs it, such as one on another host.
+    """
+    log = stack.enter_context((folder / f"{name}.log").open("wb"))
+    process = subprocess.Popen(
+        [*through, program(name), *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+    )
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    listening(*address, process, seconds)
+    return process
+
+
 @contextlib.contextmanager
-def store(folder: Path, *, host: str = "127.0.0.1", segment: int = SEGMENT) -> Iterator[Store]:
+def store(folder: Path) -> Iterator[Store]:
     """Start a store, stop it at the end. Its logs go to `folder`."""
-    ports = {name: free_port() for name in ("rpc", "metrics", "client")}
+    host, ports = "127.0.0.1", {name: free_port() for name in ("rpc", "metrics", "client")}
     with contextlib.ExitStack() as stack:
-
-        def start(name: str, *flags: str) -> subprocess.Popen[bytes]:
-            log = stack.enter_context((folder / f"{name}.log").open("wb"))
-            process = subprocess.Popen(
-                [program(name), *flags], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            return process
-
         master = start(
+            stack,
+            folder,
             "mooncake_master",
+            (host, ports["rpc"]),
             f"--rpc_address={host}",
             f"--rpc_port={ports['rpc']}",
             f"--metrics_host={host}",
             f"--metrics_port={ports['metrics']}",
             "--default_kv_lease_ttl=500",
         )
-        listening(host, ports["rpc"], master)
-        owner = start(
+        start(
+            stack,
+            folder,
             "mooncake_client",
+            (host, ports["client"]),
             f"--host={host}",
             f"--port={ports['client']}",
-            f"--global_segment_size={segment}",
+            f"--global_segment_size={SEGMENT}",
             "--metadata_server=P2PHANDSHAKE",
             f"--master_server_address={host}:{ports['rpc']}",
         )
-        listening(host, ports["client"], owner)
         yield Store(f"{host}:{ports['rpc']}", master)
 
 
-def listening(host: str, port: int, process: subprocess.Popen[bytes], seconds: float = 20) -> None:
+def listening(host: str, port: int, process: subprocess.Popen[bytes], seconds: float) -> None:
     """Return when `process` accepts connections on `port`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
