@@ -31,14 +31,12 @@ from kvhub_registry import (
     TooNew,
     Unavailable,
 )
+from kvhub_registry.listing import FIT_DOMAIN
 
 if TYPE_CHECKING:  # listing needs none of these, and they cost a tenth of a second
     from kvhub.artifact.manifest import Manifest
     from kvhub.evaluation.evidence import Evidence
     from kvhub.model.identity import ModelIdentity
-
-FIT_DOMAIN = "fit"
-"""Domain of the R2 that the fit itself measured, on held-out calibration windows."""
 
 _MEANING: tuple[tuple[type[RegistryError], type[KvhubError]], ...] = (
     (BadAddress, BadInput),

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvhub.catalog import FIT_DOMAIN, explained, files_of, reading_registry
+from kvhub.catalog import explained, files_of, reading_registry
 from kvhub.cli import output
 from kvhub.cli.complete import MAPPER
 from kvhub.cli.listed import of_row, record
 from kvhub.cli.output import Column
 from kvhub.errors import KvhubError
 from kvhub_registry import EventRecord, MapperRow, ModelRecord, ScoreRecord
+from kvhub_registry.listing import FIT_DOMAIN
 
 if TYPE_CHECKING:
     from kvhub.artifact.manifest import Manifest

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from kvhub_registry.listing import Listed, Place, quick_list
+from kvhub_registry.listing import FIT_DOMAIN, Listed, Place, quick_list
 
 if TYPE_CHECKING:  # SQLModel takes longer than ten thousand mappers
     from kvhub_registry import MapperRow
-
-FIT_DOMAIN = "fit"
-"""As in `kvhub.catalog`, which takes pydantic."""
 
 
 def listed(

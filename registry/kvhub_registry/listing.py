@@ -19,6 +19,8 @@ from kvhub_registry.version import HEAD, VERSION_TABLE
 
 STATES = ("draft", "ready", "retired")
 """Of `records.State`, which takes pydantic."""
+FIT_DOMAIN = "fit"
+"""Domain of the R2 that the fit itself measured, on held-out calibration windows."""
 
 
 class Place(NamedTuple):
@@ -76,8 +78,8 @@ _ORDER = " ORDER BY m.target_slug, m.source_slug, m.created DESC"
 _METRICS = ("attention_cosine", "gap_recovered", "top1", "r2_key", "r2_value")
 """In the order of `Listed`."""
 _SCORES = (
-    "SELECT mapper_digest, metric, value FROM kvhub_score WHERE arm = 'mapped' AND domain IN ('all', 'fit')"
-    f" AND metric IN {_METRICS}{{}}"
+    "SELECT mapper_digest, metric, value FROM kvhub_score WHERE arm = 'mapped'"
+    f" AND domain IN ('all', '{FIT_DOMAIN}') AND metric IN {_METRICS}{{}}"
     " ORDER BY domain DESC"  # the fit's own first, so that a measured one replaces it
 )
 _ALIASES = "SELECT mapper_digest, name FROM kvhub_alias WHERE 1{} ORDER BY name"
