@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvhub.artifact.layout import EVIDENCE, EVIDENCE_LIMIT, MANIFEST, MANIFEST_LIMIT, SIGNATURE
 from kvhub.errors import Corrupt, NotFound
@@ -137,12 +137,18 @@ def find_digest(
 
 def card_digests(info: ModelInfo) -> list[tuple[str, str]]:
     """Folder and digest of every mapper that the repository's card names: hints, to be checked."""
+    block, listed = card_block(info)
+    found = [("", block.get("digest")), *((entry.get("folder"), entry.get("digest")) for entry in listed)]
+    return [(str(place), str(digest)) for place, digest in found if digest]
+
+
+def card_block(info: ModelInfo) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a card says of the mapper at the root, and of those in folders; none of it is checked."""
     block = getattr(info.card_data, "kvhub", None) if info.card_data is not None else None
     block = block if isinstance(block, dict) else {}
-    entries = block.get("mappers")
-    listed = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    found = [("", block.get("digest")), *((entry.get("folder"), entry.get("digest")) for entry in listed)]
-    return [(str(place), str(digest)) for place, digest in found[: MOST + 1] if digest]
+    listed = block.get("mappers")
+    inner = [entry for entry in listed[:MOST] if isinstance(entry, dict)] if isinstance(listed, list) else []
+    return block, inner
 
 
 def download(hub: HfApi, remote: Remote, name: str, staged: Path) -> None:

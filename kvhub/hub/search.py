@@ -8,9 +8,9 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from kvhub.hub import client
-from kvhub.hub.card import tag
+from kvhub.hub.card import INDEXED, tag
 from kvhub.hub.reference import is_folder
-from kvhub.hub.remote import MOST
+from kvhub.hub.remote import card_block
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kvhub_registry import MapperRow
 
 LIMIT = 200
-_SCORES = ("top1", "kl", "gap_recovered", "attention_cosine")
 
 
 @dataclass(frozen=True)
@@ -102,10 +101,7 @@ def _hits(info: ModelInfo, known: Mapping[str, str]) -> list[Hit]:
     except Exception:
         return []
     card = info.card_data
-    block = None if card is None else getattr(card, "kvhub", None)
-    block = block if isinstance(block, dict) else {}
-    listed = block.get("mappers")
-    inner = [entry for entry in listed[:MOST] if isinstance(entry, dict)] if isinstance(listed, list) else []
+    block, inner = card_block(info)
     tags = [text for text in (info.tags or []) if isinstance(text, str)]
     found = []
     if block.get("digest") or not inner:
@@ -152,7 +148,7 @@ def _numbers(said: Any) -> dict[str, float]:
     given = said if isinstance(said, dict) else {}
     return {
         name: float(given[name])
-        for name in _SCORES
+        for name in INDEXED
         if isinstance(given.get(name), int | float)
         and not isinstance(given[name], bool)
         and abs(given[name]) < 1e6
@@ -172,6 +168,6 @@ def _scores(results: Any) -> dict[str, float]:
     for result in results if isinstance(results, list) else []:
         name, value = getattr(result, "metric_type", None), getattr(result, "metric_value", None)
         dataset = getattr(result, "dataset_name", None)
-        if name in _SCORES and dataset == "all" and isinstance(value, int | float) and abs(value) < 1e6:
+        if name in INDEXED and dataset == "all" and isinstance(value, int | float) and abs(value) < 1e6:
             found[str(name)] = float(value)
     return found
