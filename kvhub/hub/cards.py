@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvhub.artifact.manifest import Manifest
 from kvhub.evaluation.gate import rejudge
 from kvhub.hub.card import card, on_hub
-from kvhub.hub.index import Entry, blocks, entries, index_card, index_front_matter, listing
+from kvhub.hub.index import Entry, entries, index_card, index_front_matter, listing
 from kvhub.hub.reference import Reference
 from kvhub.hub.remote import mapper_folders
 
@@ -69,8 +69,7 @@ def _card(
     more: dict[str, Any] = {}
     if beside:
         front = index_front_matter(beside, reference.repo_id, None)
-        more = {key: front[key] for key in ("base_model", "datasets", "tags") if key in front}
-        more["kvhub"] = {"mappers": blocks(beside)}
+        more = {key: front[key] for key in ("base_model", "datasets", "tags", "kvhub") if key in front}
     return card(
         entry.manifest,
         entry.evidence,
