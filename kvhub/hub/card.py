@@ -16,6 +16,7 @@ from typing import Any
 from kvhub.artifact.manifest import Manifest
 from kvhub.evaluation.evidence import ALL, Evidence, Score, Verdict
 from kvhub.hub.figures import title
+from kvhub.hub.reference import Reference
 from kvhub.model.identity import ModelIdentity
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -63,7 +64,7 @@ def card(
             else list(dict.fromkeys([*metadata.get(key, []), *value]))
         )
     front = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
-    place = f"{repo_id}/{subfolder}" if subfolder else repo_id
+    place = Reference(repo_id, subfolder).place
     parts = _body(manifest, evidence, verdict, place, licence, images, licences or {})
     if beside:
         parts += ["## More mappers in this repository", beside]

@@ -33,7 +33,7 @@ class Reference:
 
     def path(self, name: str) -> str:
         """A file's path in the repository."""
-        return f"{self.subfolder}/{name}" if self.subfolder else name
+        return f"{self.within}{name}"
 
     @property
     def within(self) -> str:
