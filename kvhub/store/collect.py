@@ -175,7 +175,7 @@ class Links:
                     continue
                 key = (found.st_dev, found.st_ino)
                 self._gone[key] += 1
-                if found.st_nlink - self._gone[key] <= int(found.st_nlink > 1 and self._is_blob(key)):
+                if found.st_nlink - self._gone[key] <= int(found.st_nlink > 1 and key in self._names):
                     self._done.add(key)
                     size += found.st_size
         return size
@@ -184,9 +184,6 @@ class Links:
         """Whether a file's bytes were counted with a directory."""
         found = path.stat()
         return (found.st_dev, found.st_ino) in self._done
-
-    def _is_blob(self, key: tuple[int, int]) -> bool:
-        return key in self._names
 
     @cached_property
     def _names(self) -> set[tuple[int, int]]:
