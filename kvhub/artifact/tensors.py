@@ -38,6 +38,9 @@ def expected_tensors(manifest: Manifest) -> dict[str, Shape]:
             f"upgrade kvhub; known: {known}",
             code="family",
         )
+    heads = manifest.source.geometry.num_kv_heads, manifest.target.geometry.num_kv_heads
+    if manifest.support == "head-local" and heads[0] != heads[1]:
+        raise Corrupt("a head-local mapper needs as many source heads as target heads")
     return shapes(manifest)
 
 
@@ -63,8 +66,6 @@ def tensor_bytes(manifest: Manifest) -> int:
 def _ridge(manifest: Manifest) -> dict[str, Shape]:
     source, target = manifest.source.geometry, manifest.target.geometry
     if manifest.support == "head-local":
-        if source.num_kv_heads != target.num_kv_heads:
-            raise Corrupt("a head-local mapper needs as many source heads as target heads")
         weight: Shape = (target.num_kv_heads, manifest.k * source.head_dim, target.head_dim)
     else:
         weight = (manifest.k * source.features, target.features)
@@ -85,8 +86,6 @@ def _mlp(manifest: Manifest) -> dict[str, Shape]:
     if shape is None:
         raise Corrupt("an mlp mapper needs the widths of its hidden layers")
     local = manifest.support == "head-local"
-    if local and source.num_kv_heads != target.num_kv_heads:
-        raise Corrupt("a head-local mapper needs as many source heads as target heads")
     groups = target.num_kv_heads if shape.per == "head" else 1
     inputs = manifest.k * (source.head_dim if local else source.features)
     widths = (inputs, *shape.hidden, target.features // groups)
