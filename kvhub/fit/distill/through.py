@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvhub.evaluation.inject import KvRows
 from kvhub.fit.distill.correction import Correction
 from kvhub.fit.distill.likely import KEPT, Likely
 from kvhub.fit.side import Side
@@ -36,51 +37,41 @@ class Through:
     def loss(self, corrections: Corrections, window: Tensor, split: int, tail: int) -> Tensor:
         """KL over the `tail` tokens of `window` (`[tokens]`) from `split` on, the rows before them mapped."""
         wanted = self.likely(window, split, tail)
-        cache = self._cache(self._mapped(corrections, window, split))
-        return wanted.divergence(self._read(cache, window, split, tail))
+        rows = self._mapped(corrections, window, split)
+        return wanted.divergence(self._read(rows, window, split, tail))
 
     def likely(self, window: Tensor, split: int, tail: int) -> Likely:
         """What the target expects there on its own cache; computed once."""
         key = window.numpy().tobytes(), split, tail
         if key not in self._known:
             own = self.target.capture(window)
-            rows = [(k[:split], v[:split]) for k, v in zip(own.keys, own.values, strict=True)]
+            rows = KvRows(tuple(k[:split] for k in own.keys), tuple(v[:split] for v in own.values))
             with torch.no_grad():
-                logits = self._read(self._cache(rows), window, split, tail)
+                logits = self._read(rows, window, split, tail)
                 self._known[key] = Likely.of(logits, self.kept)
         return self._known[key]
 
-    def _read(self, cache: Any, window: Tensor, split: int, tail: int) -> Tensor:
+    def _read(self, rows: KvRows, window: Tensor, split: int, tail: int) -> Tensor:
         """Logits `[tail, vocabulary]`."""
         device = self.model.device
         out = self.model(
             input_ids=window[None, split : split + tail].to(device),
             position_ids=torch.arange(split, split + tail, device=device)[None],
-            past_key_values=cache,
+            past_key_values=rows.to_cache(self.model),
             use_cache=True,
         )
         logits: Tensor = out.logits[0]
         return logits
 
-    def _cache(self, rows: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=self.model.config)
-        for number, pair in enumerate(rows):
-            keys, values = (
-                side.transpose(0, 1)[None].to(self.model.device, self.model.dtype) for side in pair
-            )
-            cache.update(keys, values, number)
-        return cache
-
-    def _mapped(self, corrections: Corrections, window: Tensor, split: int) -> list[tuple[Tensor, Tensor]]:
+    def _mapped(self, corrections: Corrections, window: Tensor, split: int) -> KvRows:
         """The target's rows before `split`, `[split, H_t, D_t]`; the exact prefix is its own."""
         skip, rope = self.exact_prefix, self.target.identity.rope
         source = self.source.capture(window)
         own = self.target.capture(window) if skip else None
         table = rotary_table(rope, torch.arange(skip, split, device=self.model.device))
         heads = self.target.identity.geometry.num_kv_heads
-        found: list[tuple[Tensor, Tensor]] = []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
         for number, (chosen, pair) in enumerate(zip(self.layers, corrections, strict=True)):
             key, value = (
                 correction(
@@ -93,8 +84,9 @@ class Through:
             if own is not None:
                 key = torch.cat((own.keys[number][:skip].to(key), key))
                 value = torch.cat((own.values[number][:skip].to(value), value))
-            found.append((key, value))
-        return found
+            keys.append(key)
+            values.append(value)
+        return KvRows(tuple(keys), tuple(values))
 
 
 def split_of(length: int, tail: int, place: int, places: int, exact_prefix: int) -> int:
