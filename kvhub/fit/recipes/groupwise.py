@@ -6,7 +6,7 @@ explains alone, and other heads are read only for what is left. One small factor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvhub.errors import KvhubError
 from kvhub.fit.moments import Moments, PairMoments
 from kvhub.fit.recipes.scale import stretch
-from kvhub.fit.ridge import Affine, Regularization
+from kvhub.fit.ridge import Affine, Regularization, indices
 from kvhub.fit.selection import matched_heads
 from kvhub.fit.settings import FitSettings
 from kvhub.fit.solve import Solved, stored
@@ -30,7 +30,6 @@ def solve_groupwise(
     settings: FitSettings,
     *,
     factor: float = 10.0,
-    tell: Callable[[int], None] = lambda step: None,
 ) -> Solved:
     """`solve_pair` with lambda times `factor` for heads that are not matched; full support.
 
@@ -43,7 +42,6 @@ def solve_groupwise(
             share = settings.stretch if name == "k" else settings.stretch_values
             affine = stretch(affine, side, source, target, number, chosen, "full", share)
             tensors |= stored(affine, number, name, target, settings)
-        tell(number + 1)
     return Solved([list(chosen) for chosen in layers], regularization, tensors)
 
 
@@ -56,13 +54,9 @@ def _layer(
     regularization: Regularization,
     factor: float,
 ) -> Affine:
-    device = moments.x.device
-    wide, dim = source.features, target.head_dim
-    inputs = (
-        torch.tensor(list(chosen), device=device)[:, None] * wide + torch.arange(wide, device=device)
-    ).flatten()
-    head_of = (torch.arange(wide, device=device) // source.head_dim).repeat(len(chosen))
-    outputs = number * target.features + torch.arange(target.features, device=device)
+    device, dim = moments.x.device, target.head_dim
+    inputs, outputs = indices(source, target, number, chosen, "full", device)
+    head_of = (torch.arange(source.features, device=device) // source.head_dim).repeat(len(chosen))
     gram = moments.centred_xx(inputs[:, None], inputs[None])
     cross = moments.centred_xy(inputs[:, None], outputs[None])
     strength = regularization.strength(gram, moments.n)
