@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from kvhub.artifact.manifest import FitScores
 from kvhub.fit.capture import Capture
+
+Apply = Callable[[Mapping[str, Tensor], str, Tensor], Tensor]
+"""One side of one target layer: (tensors, `layers.{t}.{k,v}`, source rows `[rows, k, H_s, D_s]`) to rows."""
+
+
+def apply_ridge(tensors: Mapping[str, Tensor], prefix: str, rows: Tensor) -> Tensor:
+    """`Apply` for the `ridge` family, in float32 where the rows are; returns `[rows, H_t, D_t]`."""
+    weight = tensors[f"{prefix}.weight"].to(rows.device, torch.float32)
+    bias = tensors[f"{prefix}.bias"].to(rows.device, torch.float32)
+    return apply_affine(rows, weight, bias)
 
 
 class HeldOutScore:
@@ -18,9 +28,15 @@ class HeldOutScore:
     summed over heads, dimensions and rows; keys in content space.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], source_layers: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        source_layers: Sequence[Sequence[int]],
+        apply: Apply = apply_ridge,
+    ) -> None:
         self._tensors = tensors
         self._layers = source_layers
+        self._apply = apply
         self._rows = 0
         self._errors = torch.zeros(2, len(source_layers), dtype=torch.float64)
         self._squares = torch.zeros(2, len(source_layers), dtype=torch.float64)
@@ -35,18 +51,12 @@ class HeldOutScore:
             for number, layers in enumerate(self._layers):
                 x = torch.stack([inputs[layer][chosen].float() for layer in layers], dim=1)
                 y = outputs[number][chosen].double().flatten(1)
-                found = self._map(number, name, x).double().flatten(1)
+                found = self._apply(self._tensors, f"layers.{number}.{name}", x).double().flatten(1)
                 self._errors[kind, number] += (y - found).square().sum().cpu()
                 self._squares[kind, number] += y.square().sum().cpu()
                 if len(self._sums[kind]) == number:
                     self._sums[kind].append(torch.zeros_like(y[0]))
                 self._sums[kind][number] += y.sum(0)
-
-    def _map(self, number: int, name: str, rows: Tensor) -> Tensor:
-        """Side `name` of target layer `number` from source rows `[rows, k, H_s, D_s]`."""
-        weight = self._tensors[f"layers.{number}.{name}.weight"].to(rows.device, torch.float32)
-        bias = self._tensors[f"layers.{number}.{name}.bias"].to(rows.device, torch.float32)
-        return apply_affine(rows, weight, bias)
 
     def result(self) -> FitScores:
         """R2 per target layer; a layer that never varies scores 0."""

@@ -27,7 +27,7 @@ from kvhub.fit.moments import PairMoments
 from kvhub.fit.recipes.choice import Choice, solve_choice
 from kvhub.fit.recipes.search import search
 from kvhub.fit.ridge import Regularization
-from kvhub.fit.score import apply_affine
+from kvhub.fit.score import apply_ridge
 from kvhub.fit.selection import top_layers
 from kvhub.fit.settings import GRID_LAMBDA, FitSettings
 from kvhub.fit.side import Side
@@ -244,8 +244,6 @@ def mapped_rows(solved: Solved, source: Capture, target: LoadedModel) -> KvRows:
         for number, layers in enumerate(solved.layers):
             for name, rows, found in (("k", source.content_keys, keys), ("v", source.values, values)):
                 x = torch.stack([rows[layer].to(device, torch.float32) for layer in layers], dim=1)
-                weight = solved.tensors[f"layers.{number}.{name}.weight"].to(device, torch.float32)
-                bias = solved.tensors[f"layers.{number}.{name}.bias"].to(device, torch.float32)
-                y = apply_affine(x, weight, bias)
+                y = apply_ridge(solved.tensors, f"layers.{number}.{name}", x)
                 found.append((apply_rope(y, table) if name == "k" else y).to(dtype))
     return KvRows(tuple(keys), tuple(values))

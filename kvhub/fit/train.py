@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
-
 from kvhub.fit.accumulate import Progress
 from kvhub.fit.calibration import CalibrationSet
 from kvhub.fit.checkpoint import Checkpoint
@@ -68,16 +66,8 @@ def _train(
 
 def held_out_score(solved: Solved) -> HeldOutScore:
     """What scores `solved` on held-out windows."""
-    return HeldOutScore(solved.tensors, solved.layers) if solved.perceptron is None else _NetworkScore(solved)
+    if solved.perceptron is None:
+        return HeldOutScore(solved.tensors, solved.layers)
+    from kvhub.fit.mlp_run import apply_networks
 
-
-class _NetworkScore(HeldOutScore):
-    """`HeldOutScore` of networks."""
-
-    def __init__(self, solved: Solved) -> None:
-        super().__init__(solved.tensors, solved.layers)
-
-    def _map(self, number: int, name: str, rows: Tensor) -> Tensor:
-        from kvhub.fit.mlp_run import apply_networks
-
-        return apply_networks(self._tensors, f"layers.{number}.{name}", rows)
+    return HeldOutScore(solved.tensors, solved.layers, apply_networks)
