@@ -149,18 +149,18 @@ def fit_sides(
         sums = moments if one is source else moments.reversed()
         shape = one.identity.geometry, two.identity.geometry
         scores = layer_scores(sums, *shape)
-        selection = (
-            choose(sums, scores, one, two, windows.tuning, settings, tell) if settings.automatic else None
-        )
-        k = settings.grid(shape[0])[0] if selection is None else selection.k
-        strength = settings.regularization
-        if strength == "auto":
-            assert selection is not None
-            strength = Regularization(selection.regularization)
-        done = sum(len(solved.layers) for solved in found)
+        selection: Selection | None = None
         if settings.recipe == "best":
             solved, selection = choose_recipe(sums, scores, one, two, windows.tuning, settings, tell)
         else:
+            if settings.automatic:
+                selection = choose(sums, scores, one, two, windows.tuning, settings, tell)
+            k = settings.grid(shape[0])[0] if selection is None else selection.k
+            strength = settings.regularization
+            if strength == "auto":
+                assert selection is not None
+                strength = Regularization(selection.regularization)
+            done = sum(len(solved.layers) for solved in found)
             solved = solve_pair(
                 sums,
                 *shape,
