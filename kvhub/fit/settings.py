@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from kvhub.errors import BadInput
@@ -109,10 +109,6 @@ class FitSettings:
     def features(self, source: Geometry) -> int:
         """Inputs of the widest regression that is solved."""
         return self.width(source, self.grid(source)[-1])
-
-    def chosen(self, k: int, regularization: Regularization) -> FitSettings:
-        """These settings with k and lambda decided."""
-        return replace(self, k=k, regularization=regularization)
 
     def describe(self) -> dict[str, Any]:
         """All of it but the time, as JSON values by option name."""
