@@ -34,15 +34,14 @@ def quantized(mapper: Mapper) -> tuple[Manifest, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     target = manifest.target.geometry
     column = (target.num_kv_heads, target.head_dim)
+    local = manifest.support == "head-local"
     for layer, sides in enumerate(mapper.weights().quantized().sides):
         for side, affine in zip("kv", sides, strict=True):
             assert affine.scale is not None
             prefix = f"layers.{layer}.{side}"
-            tensors[f"{prefix}.weight"] = affine.weight if affine.weight.shape[0] > 1 else affine.weight[0]
+            tensors[f"{prefix}.weight"] = affine.weight if local else affine.weight[0]
             tensors[f"{prefix}.scale"] = affine.scale.reshape(column)
             tensors[f"{prefix}.bias"] = affine.bias.reshape(column)
-            if manifest.support == "head-local":
-                tensors[f"{prefix}.weight"] = affine.weight
     return manifest.model_copy(update={"weights_dtype": "int8", "files": []}), tensors
 
 
