@@ -73,9 +73,8 @@ def apply_networks(tensors: Mapping[str, Tensor], prefix: str, rows: Tensor) -> 
         Dense(*(tensors[f"{prefix}.{part}{kind}"].to(rows.device, torch.float32) for kind in Dense._fields))
         for part in MLP_PARTS
     ]
-    inputs = grouped(list(rows.float().unbind(1)), local=False)
-    if inputs.shape[2] != layers[0].weight.shape[1]:
-        inputs = grouped(list(rows.float().unbind(1)), local=True)
+    local = rows.shape[1:].numel() != layers[0].weight.shape[1]
+    inputs = grouped(list(rows.float().unbind(1)), local=local)
     found = apply_perceptron(inputs.expand(len(layers[0].weight), -1, -1), layers)
     return found.transpose(0, 1).flatten(1)
 
