@@ -70,28 +70,23 @@ def command(
     the same windows (the same --text, --windows, --prefix and --tail as `kvhub eval`), the scores join it
     and the registry. No diagnostic decides whether a mapper serves.
     """
-    import torch
     from transformers.utils import logging
 
-    from kvhub.cli.eval import _Progress, locate_model
+    from kvhub.cli.models import Progress, load_models, locate_models
     from kvhub.diagnostics.record import write_diagnostics
     from kvhub.diagnostics.run import diagnose
     from kvhub.evaluation.text import held_out_windows
     from kvhub.mapper.load import load_mapper, locate
-    from kvhub.model.load import load_model
     from kvhub.model.tokenizer import load_tokenizer
 
     logging.disable_progress_bar()
     directory = locate(mapper)
     loaded = load_mapper(directory)
     manifest = loaded.manifest
-    paths = [locate_model("source", manifest.source, source), locate_model("target", manifest.target, target)]
+    paths = locate_models(manifest, source, target)
     domains = held_out_windows(texts, load_tokenizer(paths[0]), count=windows, length=prefix + tail)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    here = load_model(paths[0], getattr(torch, manifest.source.dtype), device=device)
-    there = load_model(paths[1], getattr(torch, manifest.target.dtype), device=device)
-    with _Progress() as progress:
+    here, there = load_models(manifest, paths, device)
+    with Progress() as progress:
         found = diagnose(loaded, here, there, domains, tail=tail, maps=maps, seed=seed, progress=progress)
     written = write_diagnostics(directory, found)
     if form == "json":

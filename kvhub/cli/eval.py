@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from kvhub.cli import output
-from kvhub.errors import BadInput, NotFound
-
-if TYPE_CHECKING:
-    from kvhub.model.identity import ModelIdentity
+from kvhub.errors import NotFound
 
 
 @click.command()
@@ -52,31 +47,26 @@ def command(
     Writes evidence.json beside the manifest and the scores into the registry:
     a mapper that passes the gate becomes ready, one that fails stays a draft.
     """
-    import torch
     from transformers.utils import logging
 
     from kvhub import catalog
     from kvhub.artifact.evidence import write_evidence
     from kvhub.cli.evidence_table import print_evidence
+    from kvhub.cli.models import Progress, load_models, locate_models
     from kvhub.evaluation.gate import reason
     from kvhub.evaluation.run import EvalSettings, evaluate
     from kvhub.evaluation.text import held_out_windows
     from kvhub.mapper.load import load_mapper, locate
-    from kvhub.model.load import load_model
     from kvhub.model.tokenizer import load_tokenizer
 
     logging.disable_progress_bar()
     directory = locate(mapper)
     loaded = load_mapper(directory)
     manifest = loaded.manifest
-    # Whatever can be refused is refused before gigabytes of weights are read.
-    paths = [locate_model("source", manifest.source, source), locate_model("target", manifest.target, target)]
+    paths = locate_models(manifest, source, target)
     domains = held_out_windows(texts, load_tokenizer(paths[0]), count=windows, length=prefix + tail)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    here = load_model(paths[0], getattr(torch, manifest.source.dtype), device=device)
-    there = load_model(paths[1], getattr(torch, manifest.target.dtype), device=device)
-    with _Progress() as progress:
+    here, there = load_models(manifest, paths, device)
+    with Progress() as progress:
         evidence = evaluate(
             loaded,
             here,
@@ -95,49 +85,3 @@ def command(
     except NotFound:  # fitted elsewhere, or removed from the registry: evaluating it puts it there
         catalog.register(directory, manifest)
         catalog.record_evidence(manifest, evidence, why=reason(evidence.verdict))
-
-
-def locate_model(role: str, fitted: ModelIdentity, given: str | None) -> Path:
-    """Where the model is: as given, else the Hub revision in the manifest; refused when it is another."""
-    from kvhub.evaluation.run import check_model
-    from kvhub.model.identify import identify
-    from kvhub.model.resolve import resolve
-
-    if given is None:
-        kind, _, revision = fitted.revision.partition(":")
-        if kind != "commit":
-            raise BadInput(
-                f"the {role} {fitted.name} was fitted from a directory, which the mapper does not know",
-                f"give --{role} DIR",
-            )
-        given = f"{fitted.name}@{revision}"
-    path = resolve(given)
-    check_model(role, fitted, identify(path, dtype=fitted.dtype))
-    return path
-
-
-class _Progress:
-    """On stderr: a bar with the time left on a terminal, else a line every half minute."""
-
-    def __enter__(self) -> _Progress:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        console = Console(stderr=True)
-        self._told = time.monotonic()
-        self._bar = Progress(console=console, transient=True) if console.is_terminal else None
-        if self._bar is not None:
-            self._task = self._bar.add_task("evaluating", total=None)
-            self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total)
-        elif time.monotonic() - self._told >= 30:
-            self._told = time.monotonic()
-            output.note(f"evaluating: {done}/{total} windows")

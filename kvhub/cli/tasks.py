@@ -81,10 +81,9 @@ def command(
     _demand_harness()
     import torch
 
-    from kvhub.cli.eval import locate_model
+    from kvhub.cli.models import load_models, locate_models
     from kvhub.files import check_output, write_output
     from kvhub.mapper.load import load_mapper, locate
-    from kvhub.model.load import load_model
     from kvhub.tasks import record
     from kvhub.tasks.caches import Caches
     from kvhub.tasks.conversation import read_conversations, run_conversations
@@ -103,13 +102,10 @@ def command(
         check_output(wanted)  # now, not after hours
     loaded = load_mapper(directory)
     manifest = loaded.manifest
-    paths = [locate_model("source", manifest.source, source), locate_model("target", manifest.target, target)]
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    here = load_model(paths[0], getattr(torch, manifest.source.dtype), device=device)
-    there = load_model(paths[1], getattr(torch, manifest.target.dtype), device=device)
+    paths = locate_models(manifest, source, target)
+    here, there = load_models(manifest, paths, device)
     other = torch.tensor(here.tokenizer.encode(OTHER_TEXT, add_special_tokens=False))
-    caches = Caches(loaded.to(device), here, there, exact_prefix=exact_prefix, other=other)
+    caches = Caches(loaded.to(here.model.device), here, there, exact_prefix=exact_prefix, other=other)
     told = [time.monotonic()]
 
     def progress(arm: str, done: int) -> None:

@@ -42,6 +42,7 @@ def command(
     import torch
     from transformers.utils import logging
 
+    from kvhub.cli.models import known_device
     from kvhub.evaluation.text import held_out_windows
     from kvhub.model.load import load_model
     from kvhub.model.pair import check_pair
@@ -57,8 +58,7 @@ def command(
     cut = torch.cat(list(domains.values()))
     if len(cut) < 3:
         raise click.UsageError("the text gives fewer than 3 windows; give more text or a shorter --prefix")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = known_device(device)
     here, there = (load_model(path, getattr(torch, dtype), device=device) for path in paths)
     check_pair(here.identity, there.identity)
     shapes = here.identity.geometry, there.identity.geometry
