@@ -5,18 +5,15 @@ It stands among the assets, which an artifact may carry without listing them: an
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
+from kvhub.artifact.beside import read_beside, write_beside
 from kvhub.artifact.manifest import Manifest
-from kvhub.errors import AccessDenied, Corrupt, Incompatible, KvhubError, NotFound
 from kvhub.evaluation.evidence import Score
 from kvhub.model.identity import Record, Sha256, canonical_json
-from kvhub.strict_json import first_fault, parse_object, read_bounded
 
 NAME = "assets/diagnostics.json"
 LIMIT = 64 << 20
@@ -101,54 +98,10 @@ class Diagnostics(Record):
 
 
 def read_diagnostics(directory: Path, manifest: Manifest) -> Diagnostics | None:
-    """The diagnostics beside `manifest`, or None where there are none.
-
-    Errors: `Corrupt` where they are malformed or another mapper's, `Incompatible(code="schema")` where a
-    newer kvhub wrote them.
-    """
-    try:
-        data = read_bounded(directory / NAME, limit=LIMIT)
-    except NotFound:
-        return None
-    version = parse_object(data, NAME).get("schema_version")
-    if type(version) is int and version > 1:
-        raise Incompatible("the diagnostics were made by a newer kvhub", "upgrade kvhub", code="schema")
-    try:
-        found = Diagnostics.model_validate_json(data)
-    except ValidationError as error:
-        raise Corrupt(f"{NAME}: {first_fault(error)}") from None
-    if found.mapper != manifest.digest:
-        raise Corrupt(f"{NAME} belongs to another mapper ({found.mapper[:12]})")
-    return found
+    """The diagnostics beside `manifest`, or None where there are none. Errors: those of `read_beside`."""
+    return read_beside(directory, NAME, manifest, Diagnostics, limit=LIMIT, what="the diagnostics were")
 
 
 def write_diagnostics(directory: Path, diagnostics: Diagnostics) -> Path:
-    """Put them into an artifact's assets, replacing what was there in one step; returns the path.
-
-    Errors: `NotFound`, `AccessDenied`, `KvhubError` (disk full).
-    """
-    if not directory.is_dir():
-        raise NotFound(f"no such mapper: {directory}")
-    path = directory / NAME
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(exist_ok=True)
-        # Beside the artifact until it is whole, as the evidence is.
-        descriptor, name = tempfile.mkstemp(
-            prefix=f".{directory.name[:64]}.", dir=directory.absolute().parent
-        )
-        temporary = Path(name)
-        with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor, not a path
-            file.write(diagnostics.to_bytes())
-            file.flush()
-            os.fsync(descriptor)
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except PermissionError:
-        raise AccessDenied(f"{directory} may not be written") from None
-    except OSError as error:
-        raise KvhubError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-    return path
+    """Put them into an artifact's assets; returns the path. Errors: those of `write_beside`."""
+    return write_beside(directory, NAME, diagnostics.to_bytes())

@@ -11,13 +11,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
+from kvhub.artifact.beside import read_beside
 from kvhub.artifact.layout import SIGNATURE
 from kvhub.artifact.manifest import Manifest
-from kvhub.errors import AccessDenied, BadInput, Corrupt, Incompatible, KvhubError, NotFound
+from kvhub.errors import AccessDenied, BadInput, Corrupt, KvhubError
 from kvhub.model.identity import Record, Sha256, canonical_json
-from kvhub.strict_json import first_fault, parse_object, read_bounded
+from kvhub.strict_json import read_bounded
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -102,21 +103,13 @@ def sign(directory: Path, manifest: Manifest, key: Path) -> Signature:
 
 
 def read_signature(directory: Path, manifest: Manifest) -> Signature | None:
-    """The signature beside a manifest, well formed and of this mapper; not checked yet. Errors: `Corrupt`."""
-    try:
-        data = read_bounded(directory / SIGNATURE, limit=SIGNATURE_LIMIT)
-    except NotFound:
-        return None
-    version = parse_object(data, SIGNATURE).get("schema_version")
-    if type(version) is int and version > 1:
-        raise Incompatible("the signature was made by a newer kvhub", "upgrade kvhub", code="schema")
-    try:
-        found = Signature.model_validate_json(data)
-    except ValidationError as error:
-        raise Corrupt(f"{SIGNATURE}: {first_fault(error)}") from None
-    if found.mapper != manifest.digest:
-        raise Corrupt(f"{SIGNATURE} belongs to another mapper ({found.mapper[:12]})")
-    return found
+    """The signature beside a manifest, well formed and of this mapper; not checked yet.
+
+    Errors: those of `read_beside`.
+    """
+    return read_beside(
+        directory, SIGNATURE, manifest, Signature, limit=SIGNATURE_LIMIT, what="the signature was"
+    )
 
 
 def check(signature: Signature) -> None:
