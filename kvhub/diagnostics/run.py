@@ -6,21 +6,20 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 import kvhub
 from kvhub.diagnostics.by_k import r2_by_k
 from kvhub.diagnostics.maps import PairRows
-from kvhub.diagnostics.observe import Observation, observe
+from kvhub.diagnostics.observe import observe
 from kvhub.diagnostics.record import Diagnostics, LayerMaps
 from kvhub.diagnostics.summary import layers, profile, summarize
 from kvhub.diagnostics.window import WindowDiagnosis, diagnose_window
 from kvhub.errors import BadInput
-from kvhub.evaluation.inject import KvRows
+from kvhub.evaluation.arms import map_rows
 from kvhub.evaluation.run import check_model
 from kvhub.fit.text import token_digest
-from kvhub.mapper.base import Mapper, SourceRows
+from kvhub.mapper.base import Mapper
 
 if TYPE_CHECKING:
     from kvhub.model.load import LoadedModel
@@ -60,7 +59,7 @@ def diagnose(
         results[name] = []
         for number, window in enumerate(windows):
             seen = observe(source, target, window, tail)
-            rows = mapped_rows(placed, seen)
+            rows = map_rows(placed, seen.source, source.identity, target)
             results[name].append(diagnose_window(seen, rows, exact_prefix=manifest.exact_prefix))
             if maps:
                 halves[number % 2].add(seen, manifest.source.rope, start=manifest.exact_prefix)
@@ -84,22 +83,6 @@ def diagnose(
         maps=_maps(halves) if maps else None,
         by_k=by_k,
     )
-
-
-def mapped_rows(mapper: Mapper, seen: Observation) -> KvRows:
-    """The target's prefix rows by `mapper`, in the dtype that the target caches. Errors: `Corrupt`."""
-    source = seen.source
-    positions = torch.arange(seen.split, device=source.keys[0].device)
-    rows = SourceRows(source.keys, source.values, positions, mapper.manifest.source.rope)
-    native = seen.native.keys[0]
-    with torch.inference_mode():
-        layer_rows = [mapper.map_layer(layer, rows) for layer in range(len(seen.native.keys))]
-    mapped = KvRows(
-        tuple(key.to(native.device, native.dtype) for key, _ in layer_rows),
-        tuple(value.to(native.device, native.dtype) for _, value in layer_rows),
-    )
-    mapped.check_finite("the mapped cache")
-    return mapped
 
 
 def _maps(halves: Iterable[PairRows]) -> LayerMaps:
