@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
 from kvhub.artifact.manifest import Manifest
@@ -108,7 +108,7 @@ def _evidence(evidence: Evidence) -> list[str]:
             found = [_interval(evidence.score(metric, arm)) for metric, _ in _ARM_METRICS]
             arms.append([escape(arm), perplexity, *found])
     domains = [*sorted({score.domain for score in evidence.scores} - {ALL}), ALL]
-    mapped = _by_domain(evidence.score, _MAPPED, domains)
+    mapped = _by_domain(lambda metric, domain: evidence.score(metric, "mapped", domain), _MAPPED, domains)
     gate = [
         [
             escape(c.name),
@@ -133,7 +133,7 @@ def _evidence(evidence: Evidence) -> list[str]:
 
 def _diagnosed(found: Diagnostics) -> list[str]:
     domains = [*(profile.domain for profile in found.positions), ALL]
-    rows = _by_domain(lambda metric, _arm, domain: found.score(metric, domain), _DIAGNOSED, domains)
+    rows = _by_domain(found.score, _DIAGNOSED, domains)
     groups = [name for name, _ in by_bucket(found.positions[0].key)] if found.positions else []
     positions = [
         [escape(f"{profile.domain}: {side}"), *(f"{v:.3f}" for _, v in by_bucket(getattr(profile, side)))]
@@ -152,10 +152,11 @@ def _diagnosed(found: Diagnostics) -> list[str]:
     ]
 
 
-def _by_domain(score: object, metrics: Iterable[tuple[str, str]], domains: Sequence[str]) -> list[list[str]]:
-    assert callable(score)
+def _by_domain(
+    score: Callable[[str, str], Score | None], metrics: Iterable[tuple[str, str]], domains: Sequence[str]
+) -> list[list[str]]:
     return [
-        [escape(title), *(_interval(score(metric, "mapped", domain)) for domain in domains)]
+        [escape(title), *(_interval(score(metric, domain)) for domain in domains)]
         for metric, title in metrics
     ]
 

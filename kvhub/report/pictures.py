@@ -48,8 +48,13 @@ def _heat(
     axes.figure.colorbar(shown, ax=axes)
 
 
+def _fits(values: Sequence[Sequence[float]]) -> bool:
+    """Whether a heat map can show them: rows of one length, not empty and not too many."""
+    return len({len(row) for row in values}) == 1 and 0 < len(values) * len(values[0]) <= CELLS
+
+
 def _by_head(layers: Sequence[Sequence[float]]) -> list[list[float]]:
-    """`[heads][layers]`; shorter rows are refused by the caller."""
+    """`[heads][layers]` of what `_fits`."""
     return [list(column) for column in zip(*layers, strict=True)]
 
 
@@ -61,7 +66,7 @@ def _maps(figure: Figure, _m: Manifest, _e: Evidence | None, found: Diagnostics 
         ("values", found.maps.value),
         ("raw keys", found.maps.raw_key),
     )
-    if len(found.maps.value) * len(found.maps.value[0]) > CELLS:
+    if not _fits(found.maps.value):
         return False
     for axes, (name, values) in zip(figure.subplots(1, 3), sides, strict=True):
         _heat(axes, values, f"R2 of {name}", 0, 1)
@@ -86,9 +91,7 @@ def _cosine(figure: Figure, _m: Manifest, evidence: Evidence | None, found: Diag
     layers = [
         layer.attention_cosine for layer in (found.layers if found else evidence.layers if evidence else [])
     ]
-    if not layers or len({len(heads) for heads in layers}) != 1 or not layers[0]:
-        return False
-    if len(layers) * len(layers[0]) > CELLS:
+    if not _fits(layers):
         return False
     axes = figure.subplots()
     _heat(axes, _by_head(layers), "attention-output cosine", min(0.5, min(map(min, layers))), 1)
@@ -103,9 +106,7 @@ def _concentration(figure: Figure, _m: Manifest, _e: Evidence | None, found: Dia
         ("K error concentration", [layer.key_concentration for layer in found.layers]),
         ("V error concentration", [layer.value_concentration for layer in found.layers]),
     ]
-    if any(len({len(heads) for heads in layers}) != 1 or not layers[0] for _, layers in sides):
-        return False
-    if len(found.layers) * len(sides[0][1][0]) > CELLS:
+    if not all(_fits(layers) for _, layers in sides):
         return False
     for axes, (title, layers) in zip(figure.subplots(1, 2), sides, strict=True):
         _heat(axes, _by_head(layers), title, 0, None)
