@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvhub.evaluation.inject import check_injection
 from kvhub.evaluation.metrics import LogitSums
-from kvhub.fit.store import write_bytes
+from kvhub.files import write_bytes
 from kvhub.fit.text import token_digest
 from kvhub.model.identity import ModelIdentity
 from kvhub.study.compare import Native
@@ -81,11 +81,6 @@ class Bundle:
     def reversed(self) -> Bundle:
         """The same windows for `target -> source`."""
         return Bundle(self.target, self.source, self.domains, self.directory, self.tail)
-
-    def only(self, *names: str) -> Bundle:
-        """Some of the domains."""
-        chosen = {name: self.domains[name] for name in names}
-        return Bundle(self.source, self.target, chosen, self.directory, self.tail)
 
     @property
     def windows(self) -> int:

@@ -96,11 +96,12 @@ def study_composition(pair: StudyPair) -> Iterator[Row]:
     for way in (pair, back):
         solved = way.solve(way.moments(), way.settings.k, _strength(way))
         ways.append(way.candidate(solved))
+    recorded = pair.bundle()
     for hops in range(1, TURNS + 1):
         last = (pair if hops % 2 else back).target
         chain = _Chain([ways[hop % 2] for hop in range(hops)])
         # The cache starts at the source; after an even number of hops that is where it is judged.
-        bundle = replace(pair.bundle(), target=last.identity)
+        bundle = replace(recorded, target=last.identity)
         yield from rows_of(name_of(pair), "composition", f"hops={hops}", measure(chain, bundle, last))
 
 
