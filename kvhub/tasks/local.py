@@ -24,20 +24,25 @@ MAX_OPTIONS = 64
 
 def read_items(path: Path) -> list[dict[str, Any]]:
     """The items of a file, checked. Errors: `NotFound`, `BadInput`."""
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise BadInput(f"{path} is larger than {MAX_BYTES >> 20} MiB", "split it")
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() cuts at U+2028, legal in JSON
-    except FileNotFoundError:
-        raise NotFound(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} cannot be read: {error}") from None
+    lines = read_text(path).split("\n")  # splitlines() cuts at U+2028, legal in JSON
     items = [_item(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not items:
         raise BadInput(f"{path} has no items", "one JSON object a line")
     if len({"options" in item for item in items}) != 1:
         raise BadInput(f"{path} mixes items with options and without", "make two files")
     return items
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of items, of a bounded size. Errors: `NotFound`, `BadInput`."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise BadInput(f"{path} is larger than {MAX_BYTES >> 20} MiB", "split it")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise NotFound(f"{path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} cannot be read: {error}") from None
 
 
 def _item(line: str, where: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvhub.errors import BadInput
-from kvhub.evaluation.bootstrap import Array, Bootstrap, Estimate
+from kvhub.evaluation.bootstrap import Array, Bootstrap, Estimate, ratio
 from kvhub.evaluation.evidence import Arm
 
 
@@ -58,8 +58,7 @@ def task_scores(
     ones = np.ones_like(native)
 
     def mean(weights: Array, values: Array) -> Array:
-        found: Array = (weights @ values) / (weights @ ones)
-        return found
+        return ratio(weights, values, ones)
 
     def share(low: Array | float) -> Estimate:
         floor = np.full_like(native, low) if isinstance(low, float) else low
