@@ -73,11 +73,6 @@ class _Run:
             yield source.lineage, range(max(first, self.start), min(last, self.stop))
 
     @property
-    def rows(self) -> Tensor:
-        """Payload joined over blocks: `[num_layers, 2, tokens, heads, head_dim]`."""
-        return torch.cat([block.payload for block in self.blocks], dim=2)
-
-    @property
     def pieces(self) -> list[Tensor]:
         """What is wanted of each payload, `[num_layers, 2, tokens, heads, head_dim]`; nothing is copied."""
         cut = []
@@ -85,12 +80,6 @@ class _Run:
             origin = number * BLOCK_TOKENS
             cut.append(block.payload[:, :, max(0, self.start - origin) : self.stop - origin])
         return cut
-
-    @property
-    def inside(self) -> slice:
-        """The tokens wanted, relative to the first block."""
-        origin = self.first_block * BLOCK_TOKENS
-        return slice(self.start - origin, self.stop - origin)
 
 
 def staged_runs(serving: Serving, plan: Plan, start: int, stop: int) -> list[_Run]:
@@ -127,7 +116,7 @@ def place(serving: Serving, pool: Pool, runs: list[_Run], slots: Tensor, base: i
         for run in runs:
             target = slots[run.start - base : run.stop - base]
             if run.candidate is None:
-                rows = run.rows[:, :, run.inside].to(pool.device)
+                rows = torch.cat(run.pieces, dim=2).to(pool.device)
                 for layer in range(len(pool.keys)):
                     pool.write(layer, target, rows[layer, 0], rows[layer, 1])
             else:
