@@ -32,7 +32,6 @@ class Internal:
     extra_key: str | None
     done: Callable[[Any], None] = lambda req: None
     insert: bool = True
-    lossy: bool = False
     top: int = 0
     rid: str = field(default="")
 

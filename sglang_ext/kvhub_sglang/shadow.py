@@ -94,9 +94,8 @@ class Shadow:
                 self._second.append(native(found))
 
         return Internal(
-            "shadow", sample.tokens, sample.lossy_salt, sample.extra_key,
-            done=done, insert=False, lossy=True, top=TOP,
-        )  # fmt: skip
+            "shadow", sample.tokens, sample.lossy_salt, sample.extra_key, done=done, insert=False, top=TOP
+        )
 
     def compared(self, mapper: str, native: dict[int, float], mapped: dict[int, float]) -> None:
         """Count one comparison of log-probabilities by token; withdraw where the gate is left."""
