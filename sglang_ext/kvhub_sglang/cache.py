@@ -326,11 +326,7 @@ class KvhubRadixCache(QueueingCache):
     def _publish(
         self, serving: Serving, pool: Pool, req: Any, plan: Plan | None, up_to: int, row: torch.Tensor
     ) -> None:
-        try:
-            publish(serving, pool, self.rows, req, plan, up_to, row)
-        except OSError as error:  # full or gone: nothing is owed to the exchange
-            serving.metrics.error("exchange")
-            logger.warning("kvhub could not publish rid=%s: %s", req.rid, error)
+        publish(serving, pool, self.rows, req, plan, up_to, row)
 
     # ---- the end of a request
 
