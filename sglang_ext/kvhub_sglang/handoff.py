@@ -284,4 +284,4 @@ def finish(serving: Serving, rid: str, plan: Plan) -> None:
     if plan.report.reason is Code.NOT_ASKED:
         return
     log_report(rid, plan.report)
-    serving.metrics.tokens(plan.report)
+    serving.metrics.request(plan.report)

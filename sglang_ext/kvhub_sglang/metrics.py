@@ -9,9 +9,6 @@ exported, and the dashboard and `kvhub top` are tested against it.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -115,21 +112,10 @@ class Metrics:
         self._add("kvhub_requests", (str(report.reason),))
         self.stage("handoff", report.milliseconds / 1e3)
 
-    tokens = request
-
     def stage(self, stage: str, seconds: float) -> None:
         """Time spent in one of `STAGES`."""
         if self.enabled:
             self._get("kvhub_stage_seconds").labels(stage).observe(seconds)
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Count the time of a block of code as `stage`, also where it raises."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.stage(stage, time.perf_counter() - started)
 
     # ---- the exchange
 

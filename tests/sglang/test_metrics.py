@@ -49,8 +49,7 @@ def exported() -> str:
     metrics.healed("done")
     metrics.withdrawn("ef" * 32, "org/tiny\x1b[31m", False, "shadow")
     for stage in STAGES:
-        with metrics.timed(stage):
-            pass
+        metrics.stage(stage, 0.0)
     return prometheus_client.generate_latest().decode()
 
 
