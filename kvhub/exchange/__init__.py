@@ -7,12 +7,13 @@ it is meant to meet.
 """
 
 from kvhub.exchange.base import BlockCorrupt, BlockMissing, Exchange
-from kvhub.exchange.block import BLOCK_TOKENS, Block, BlockHeader, Layout, Lineage
+from kvhub.exchange.block import BLOCK_TOKENS, EXACT, Block, BlockHeader, Layout, Lineage
 from kvhub.exchange.directory import DirectoryExchange
 from kvhub.exchange.keys import Namespace, chain_keys
 
 __all__ = [
     "BLOCK_TOKENS",
+    "EXACT",
     "Block",
     "BlockCorrupt",
     "BlockHeader",

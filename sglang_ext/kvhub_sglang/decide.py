@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvhub.exchange import BLOCK_TOKENS, Block, BlockHeader, Lineage, Namespace, chain_keys
+from kvhub.exchange import BLOCK_TOKENS, EXACT, Block, BlockHeader, Lineage, Namespace, chain_keys
 from kvhub.serving.cost import Estimate
 from kvhub_sglang.choice import Choice, choose
-from kvhub_sglang.lineage import EXACT
 from kvhub_sglang.namespace import policy_digest
 from kvhub_sglang.plan import BlockSource, Plan
 from kvhub_sglang.refusal import Code, Refusal

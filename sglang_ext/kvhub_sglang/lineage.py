@@ -11,9 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvhub.exchange import Lineage
-
-EXACT = Lineage(hops=0, mappers=[])
+from kvhub.exchange import EXACT, Lineage
 
 
 class RowLineages:

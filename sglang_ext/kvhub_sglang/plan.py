@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvhub.exchange import BLOCK_TOKENS, Lineage
+from kvhub.exchange import BLOCK_TOKENS, EXACT, Lineage
 from kvhub_sglang.report import Report
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Plan:
     lossy: bool = False
     blocks: dict[int, BlockSource] = field(default_factory=dict)
     """By block index; blocks that the device held at the decision are absent."""
-    worst: Lineage = field(default_factory=lambda: Lineage(hops=0, mappers=[]))
+    worst: Lineage = EXACT
     """The most that the lossy namespace admits, for rows of unknown history."""
     dead: bool = False
     """Refused, or a load failed: nothing is promised again."""

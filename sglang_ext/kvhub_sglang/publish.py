@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvhub.exchange import BLOCK_TOKENS, Namespace, chain_keys
-from kvhub_sglang.lineage import EXACT, RowLineages
+from kvhub.exchange import BLOCK_TOKENS, EXACT, Namespace, chain_keys
+from kvhub_sglang.lineage import RowLineages
 from kvhub_sglang.place import Pool, forward_order
 from kvhub_sglang.plan import Plan
 from kvhub_sglang.publisher import Publication
