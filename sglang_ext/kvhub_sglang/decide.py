@@ -16,7 +16,7 @@ from kvhub.exchange import BLOCK_TOKENS, EXACT, Block, BlockHeader, Lineage, Nam
 from kvhub.serving.cost import Estimate
 from kvhub_sglang.choice import Choice, choose
 from kvhub_sglang.namespace import policy_digest
-from kvhub_sglang.plan import BlockSource, Plan
+from kvhub_sglang.plan import BlockSource, Plan, reach_of
 from kvhub_sglang.refusal import Code, Refusal
 from kvhub_sglang.serving import Candidate, Serving
 from kvhub_sglang.stage import Found
@@ -102,19 +102,19 @@ def look_up(serving: Serving, question: Question) -> Found:
     """
     own = _own(serving, question)
     why = Refusal(Code.NO_SOURCE, "no mapper of an allowed source")
-    own_end = min(_reach(own, question.exact), question.limit)
+    own_end = min(reach_of(own, question.exact), question.limit)
     start = max(own_end - own_end % serving.page_size, question.lossy)
     mapped: dict[int, BlockSource] = {}
     if question.candidates:
         mapped, why = _mapped(serving, question, start)
-    reach = min(_reach({**mapped, **own}, start), question.limit)
+    reach = min(reach_of({**mapped, **own}, start), question.limit)
     if question.candidates and reach - own_end >= serving.settings.min_span:
         # own blocks below the device's lossy rows are not needed: those rows are there
         kept = own if question.lossy <= own_end else {}
         found = Found({**mapped, **kept}, why)
         found.estimate = _estimate(serving, question, found.blocks, start, reach)
         if not mapped or question.choice.worth == "always" or found.estimate.worth:
-            for candidate in {s.candidate for s in mapped.values() if s.candidate is not None}:
+            for candidate in found.candidates:
                 candidate.make_ready()  # here, not on the scheduler's thread
             return found
         return Found(own, Refusal(Code.NOT_WORTH_IT, found.estimate.reason), found.estimate)
@@ -152,7 +152,7 @@ def compose(serving: Serving, plan: Plan, question: Question, found: Found, matc
     Chooses the namespace that the request lives in from here on. Changes the plan alone.
     """
     plan.blocks = dict(found.blocks)
-    for candidate in {source.candidate for source in found.blocks.values()} - {None}:
+    for candidate in found.candidates:
         if candidate not in serving.candidates:
             raise Refusal(Code.WITHDRAWN, "the mapper was withdrawn")
     exact = match(question.original_salt)
@@ -163,7 +163,7 @@ def compose(serving: Serving, plan: Plan, question: Question, found: Found, matc
     end = min(plan.covered_to(start), question.limit)
     gained = end - own_end
     if question.candidates and gained >= serving.settings.min_span:
-        needed = max((c.exact_prefix for c in plan.applied()), default=0)
+        needed = max((c.exact_prefix for c in found.candidates), default=0)
         if own_end < needed and lossy < needed:
             raise NeedsPrefix(needed)
         plan.lossy, plan.salt = True, question.lossy_salt
@@ -232,14 +232,6 @@ def _best(
             if lineage.hops == 1:
                 return best, refusal
     return best, refusal
-
-
-def _reach(blocks: dict[int, BlockSource], start: int) -> int:
-    """End of the contiguous tokens from `start` through `blocks`."""
-    index = start // BLOCK_TOKENS
-    while index in blocks:
-        index += 1
-    return max(start, index * BLOCK_TOKENS)
 
 
 def _is_exact(header: BlockHeader | None) -> bool:

@@ -98,20 +98,6 @@ class Plan:
             return []
         return [self.blocks[i] for i in range(self.mapped_from // BLOCK_TOKENS, last)]
 
-    def applied(self) -> list[Candidate]:
-        """The mappers of all planned blocks."""
-        return [source.candidate for source in self.blocks.values() if source.candidate is not None]
-
-    def mapped_tokens(self) -> int:
-        """Tokens of the promise that a mapper gives."""
-        start = self.mapped_from
-        count = 0
-        for index in range(start // BLOCK_TOKENS, -(-self.reused // BLOCK_TOKENS)):
-            if index in self.blocks and self.blocks[index].candidate is not None:
-                lo, hi = max(start, index * BLOCK_TOKENS), min(self.reused, (index + 1) * BLOCK_TOKENS)
-                count += max(0, hi - lo)
-        return count
-
     def become_exact(self) -> None:
         """Back to the request's own namespace; only while it holds nothing in the lossy one."""
         self.lossy, self.salt = False, self.original_salt
@@ -119,14 +105,16 @@ class Plan:
 
     def covered_to(self, start: int) -> int:
         """End of the contiguous tokens available from `start` through `blocks`."""
-        return self._reach(start, own=False)
+        return reach_of(self.blocks, start)
 
     def exact_to(self, start: int) -> int:
         """End of the contiguous *exact* tokens from `start` through own blocks."""
-        return self._reach(start, own=True)
+        return reach_of(self.blocks, start, own=True)
 
-    def _reach(self, start: int, *, own: bool) -> int:
-        index = start // BLOCK_TOKENS
-        while index in self.blocks and not (own and self.blocks[index].candidate is not None):
-            index += 1
-        return max(start, index * BLOCK_TOKENS)
+
+def reach_of(blocks: dict[int, BlockSource], start: int, *, own: bool = False) -> int:
+    """End of the contiguous tokens from `start` through `blocks`. own: through own ones alone."""
+    index = start // BLOCK_TOKENS
+    while index in blocks and not (own and blocks[index].candidate is not None):
+        index += 1
+    return max(start, index * BLOCK_TOKENS)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvhub.exchange import Block, BlockCorrupt, BlockMissing
 from kvhub.serving.cost import CostModel, Estimate
@@ -19,6 +20,9 @@ from kvhub_sglang.plan import BlockSource
 from kvhub_sglang.refusal import Code, Refusal
 from kvhub_sglang.report import logger
 from kvhub_sglang.workers import Breaker, Budget, Workers
+
+if TYPE_CHECKING:
+    from kvhub_sglang.serving import Candidate
 
 KEEP_SECONDS = 60.0
 """How long staged blocks wait for their request to be admitted after its time was up."""
@@ -31,6 +35,11 @@ class Found:
     blocks: dict[int, BlockSource] = field(default_factory=dict)
     why: Refusal | None = None
     estimate: Estimate | None = None
+
+    @property
+    def candidates(self) -> set[Candidate]:
+        """The mappers that its blocks need."""
+        return {source.candidate for source in self.blocks.values() if source.candidate is not None}
 
 
 class Stage:

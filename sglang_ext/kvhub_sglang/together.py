@@ -82,8 +82,7 @@ def _listen(serving: Serving, plan: Plan, read: Callable[[BlockSource], Block]) 
         return _ended(serving, plan, done) if stage is not None else found
 
     def look() -> Found:
-        for candidate in {source.candidate for source in found.blocks.values()} - {None}:
-            assert candidate is not None
+        for candidate in found.candidates:
             candidate.make_ready()
         return found
 
