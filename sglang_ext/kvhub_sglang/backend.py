@@ -58,7 +58,7 @@ def create(ctx: Any) -> Any:
         return cache
     cache.serve(serving)
     pool = cache.pool
-    for candidate in serving.candidates if pool is not None else ():
+    for candidate in serving.candidates:
         engine = candidate.mapper.engine(pool.device)
         logger.info("kvhub applies mapper %s with %s", candidate.digest[:12], engine)
         try:
