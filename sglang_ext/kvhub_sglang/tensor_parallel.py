@@ -53,13 +53,14 @@ class GlooRanks:
 
     def share(self, value: T) -> T:
         """Rank 0's value on every rank, through JSON: numbers, strings, lists and dicts of them."""
-        data = json.dumps(value).encode() if self.rank == 0 else b""
-        said = self._gather(_SHARE, len(data), data)
-        size, data = said[0]
+        mine = json.dumps(value).encode() if self.rank == 0 else None
+        size, data = self._gather(_SHARE, len(mine or b""), mine or b"")[0]
         if size > _ROOM - _HEAD:
-            data = self._long(json.dumps(value).encode() if self.rank == 0 else None, size)
+            data = self._long(mine, size)
+        if self.rank == 0:
+            return value
         shared: T = json.loads(data)
-        return value if self.rank == 0 else shared
+        return shared
 
     def all(self, ok: bool) -> bool:
         """Whether it is true on every rank."""
