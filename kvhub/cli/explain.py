@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from kvhub.cli import output
 from kvhub.errors import BadInput, Corrupt, NotFound
-from kvhub.model.identity import Record, Sha256
+from kvhub.serving.policy import MapperPolicy, Policy
 
 _MAX_BYTES = 1 << 20
 
 
-class _Served(Record):
-    """What is read of one mapper; bounds as in `kvhub_sglang.settings`, which core must not import."""
+class _Served(MapperPolicy):
+    """What is read of one mapper; the server itself reads more."""
 
     model_config = ConfigDict(extra="ignore")
 
-    digest: Sha256
-    state: Literal["draft", "ready", "retired"] = "draft"
-    exact_prefix: int | None = Field(default=None, ge=0, le=4096)
-    native_tail: int = Field(default=0, ge=0, le=65536)
 
-
-class _Read(Record):
-    """What is read of a settings file."""
+class _Read(Policy):
+    """What is read of a settings file; the server itself reads more."""
 
     model_config = ConfigDict(extra="ignore")
 
     mappers: list[_Served]
-    min_span: int = Field(default=64, ge=1)
-    reuse: Literal["asked", "hinted", "always", "off"] = "asked"
-    worth: Literal["auto", "always"] = "auto"
-    cost_file: str | None = None
 
 
 @click.command()
@@ -65,7 +56,7 @@ def command(server: str, tokens: int, held: int, new: int, form: str) -> None:
         click.echo("no mapper is served: only its own rows are reused")
 
 
-def explain(settings: dict[str, Any], tokens: int, held: int, new: int) -> dict[str, Any]:
+def explain(settings: _Read, tokens: int, held: int, new: int) -> dict[str, Any]:
     """The decision for each mapper of a settings file, as `kvhub_sglang.decide` takes it.
 
     Blocks are whole: of the history, only full blocks of 64 tokens can be mapped, and never the last token.
@@ -73,32 +64,31 @@ def explain(settings: dict[str, Any], tokens: int, held: int, new: int) -> dict[
     from kvhub.exchange import BLOCK_TOKENS
     from kvhub.serving.cost import CostModel
 
-    where = settings.get("cost_file")
-    model = CostModel.load(Path(where)) if where else CostModel()
+    model = CostModel.load(Path(settings.cost_file)) if settings.cost_file else CostModel()
     rows = []
-    for served in settings.get("mappers", []):
+    for served in settings.mappers:
         reach = min(tokens - new, tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-        exact = max(held, min(served.get("exact_prefix") or 0, reach))
-        reach = max(exact, reach - served.get("native_tail", 0))
+        exact = max(held, min(served.exact_prefix or 0, reach))
+        reach = max(exact, reach - served.native_tail)
         count = reach - exact
         cost = model.judge(
             prompt=tokens,
             held=held,
             reach=reach,
-            mapped={served["digest"]: count},
+            mapped={served.digest: count},
             blocks=-(-count // BLOCK_TOKENS),
         )
         decision, reason = "map", cost.reason
-        if settings.get("reuse") == "off" or served.get("state") == "retired":
+        if settings.reuse == "off" or served.state == "retired":
             decision, reason = "compute", "declined: reuse is off or the mapper is retired"
-        elif count < settings["min_span"]:
-            decision, reason = "compute", f"short: {count} tokens to gain, min_span {settings['min_span']}"
-        elif settings.get("worth", "auto") == "auto" and not cost.worth:
+        elif count < settings.min_span:
+            decision, reason = "compute", f"short: {count} tokens to gain, min_span {settings.min_span}"
+        elif settings.worth == "auto" and not cost.worth:
             decision, reason = "compute", f"not_worth_it: {cost.reason}"
         mapped = count if decision == "map" else 0
         rows.append(
             {
-                "mapper": served["digest"],
+                "mapper": served.digest,
                 "decision": decision,
                 "reason": reason,
                 "exact": exact if mapped else held,
@@ -111,7 +101,7 @@ def explain(settings: dict[str, Any], tokens: int, held: int, new: int) -> dict[
     return {"tokens": tokens, "held": held, "new": new, "mappers": rows, "measured": model.terms()}
 
 
-def _settings(server: str) -> dict[str, Any]:
+def _settings(server: str) -> _Read:
     from kvhub.settings import Settings
     from kvhub.strict_json import first_fault, parse_object, read_bounded
 
@@ -125,6 +115,6 @@ def _settings(server: str) -> dict[str, Any]:
     except NotFound:
         raise NotFound(f"no settings of a server at {path}", "name the port of a `kvhub serve`") from None
     try:
-        return _Read.model_validate(found).model_dump()
+        return _Read.model_validate(found)
     except ValidationError as error:
         raise Corrupt(f"{path} is not a settings file: {first_fault(error)}") from None

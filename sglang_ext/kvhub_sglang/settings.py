@@ -9,32 +9,26 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field, ValidationError
 
 from kvhub.errors import BadInput, NotFound
-from kvhub.model.identity import Record, Sha256
+from kvhub.model.identity import Sha256
+from kvhub.serving.policy import MapperPolicy, Policy
 
 ENVIRONMENT = "KVHUB_SERVING"
 _MAX_BYTES = 1 << 20
 
 
-class ServedMapper(Record):
+class ServedMapper(MapperPolicy):
     """One mapper this server may apply, named by digest and checked against it."""
 
     path: str
-    digest: Sha256
-    state: Literal["draft", "ready", "retired"] = "draft"
     allow_draft: bool = False
     """Serve although the gate was not passed; shown in every response."""
-    exact_prefix: int | None = Field(default=None, ge=0, le=4096)
-    """First tokens that are computed, not mapped; None, or less than the mapper's own number: that one."""
-    native_tail: int = Field(default=0, ge=0, le=65536)
-    """Last tokens of what could be mapped that are computed instead."""
 
 
-class ServingSettings(Record):
+class ServingSettings(Policy):
     """Policy of one server. The strictest of server, hints and client wins."""
 
     exchange: str
@@ -48,16 +42,6 @@ class ServingSettings(Record):
     (with max_hops > 1); the mappers listed above are always allowed."""
     max_hops: int = Field(default=1, ge=1, le=8)
     """How many mappers may lie under a row."""
-    min_span: int = Field(default=64, ge=1)
-    """Tokens that reuse must save, or the request stays exact."""
-    reuse: Literal["asked", "hinted", "always", "off"] = "asked"
-    """asked: requests that ask by kv_hints or custom_params; hinted: by kv_hints only;
-    always: all that do not decline; off: none."""
-    worth: Literal["auto", "always"] = "auto"
-    """auto: a request is mapped only where that is expected to be faster than computing it; always:
-    wherever it is allowed. Until something was measured, auto computes."""
-    cost_file: str | None = None
-    """Where the measured costs are kept between starts."""
     stage_wait_ms: float = Field(default=1000.0, ge=0, le=60000)
     """How long a request waits for its blocks to be read and checked, at most."""
     stage_threads: int = Field(default=2, ge=1, le=32)
