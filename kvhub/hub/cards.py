@@ -45,8 +45,7 @@ def cards(
     inner = sorted(
         [pushed, *(entry for entry in others if entry.subfolder)], key=lambda entry: entry.subfolder
     )
-    declared = getattr(head.card_data, "license", None) if head.card_data is not None else None
-    declared = declared if isinstance(declared, str) and declared else None
+    declared = _licence(head)
     if root is None:
         made[CARD] = index_card(inner, wanted.repo_id, declared or licence).encode()
     else:
@@ -90,8 +89,12 @@ def _licences(hub: HfApi, manifest: Manifest) -> dict[str, str]:
     for model in (manifest.source, manifest.target):
         if on_hub(model):
             with suppress(Exception):  # a card without it is no reason not to publish
-                card_data = hub.model_info(model.name, timeout=10).card_data
-                said = getattr(card_data, "license", None)
-                if isinstance(said, str) and said:
+                if said := _licence(hub.model_info(model.name, timeout=10)):
                     found[model.name] = said[:64]
     return found
+
+
+def _licence(info: ModelInfo) -> str | None:
+    """What a repository's card declares."""
+    said = getattr(info.card_data, "license", None)
+    return said if isinstance(said, str) and said else None
