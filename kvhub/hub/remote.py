@@ -64,8 +64,7 @@ def resolve(hub: HfApi, reference: Reference) -> tuple[Remote, str]:
     if wanted in folders:
         return remote_of(info, reference), ""
     if folders and is_digest_prefix(wanted):
-        found = find_digest(hub, info, reference, folders, wanted)
-        return remote_of(info, replace(reference, subfolder=found)), wanted
+        return find_digest(hub, info, reference, folders), wanted
     if folders and not wanted:
         raise NotFound(
             f"{repo_id} has {len(folders)} mappers, each in a folder: {_some(folders)}",
@@ -114,13 +113,12 @@ def remote_of(info: ModelInfo, reference: Reference) -> Remote:
     return Remote(reference, str(info.sha), sizes, blobs)
 
 
-def find_digest(
-    hub: HfApi, info: ModelInfo, reference: Reference, folders: Sequence[str], wanted: str
-) -> str:
-    """The folder whose manifest has a digest that begins so; the card only says where to look first.
+def find_digest(hub: HfApi, info: ModelInfo, reference: Reference, folders: Sequence[str]) -> Remote:
+    """The mapper whose digest begins as the subfolder says; the card only says where to look first.
 
     Errors: `NotFound`, and the client's.
     """
+    wanted = reference.subfolder
     hinted = [place for place, digest in card_digests(info) if digest.startswith(wanted) and place in folders]
     with tempfile.TemporaryDirectory(prefix="kvhub-") as name:
         for place in dict.fromkeys([*hinted, *folders]):
@@ -128,7 +126,7 @@ def find_digest(
             download(hub, remote, MANIFEST, Path(name))
             data = (Path(name) / remote.reference.path(MANIFEST)).read_bytes()
             if hashlib.sha256(data).hexdigest().startswith(wanted):
-                return place
+                return remote
     raise NotFound(
         f"none of the {len(folders)} mappers of {reference.repo_id} has the digest {wanted[:12]}",
         "an older commit may: kvhub pull ORG/NAME/DIGEST@REVISION",
