@@ -19,7 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from kvhub.evaluation.metrics import (
     Array,
     LogitSums,
     RowMoments,
-    attention_cosine,
+    attention_cosines,
     compare_logits,
     row_moments,
 )
@@ -130,17 +129,7 @@ class Arms:
             logits, _ = run(self._target.model, base.tail, start=len(base.native), rows=rows)
             sums[arm] = _compare(arm, base.logits, logits, base.labels)
         keys, values = row_moments(base.native, served, self._target.identity.rope, exact_prefix)
-        cosine = np.stack(
-            [
-                attention_cosine(
-                    base.probe.queries[layer],
-                    base.probe.scaling[layer],
-                    (base.native.keys[layer], base.native.values[layer]),
-                    (served.keys[layer], served.values[layer]),
-                )
-                for layer in range(len(served.keys))
-            ]
-        )
+        cosine = attention_cosines(base.probe.queries, base.probe.scaling, base.native, served)
         return WindowResult(len(base.labels), sums, cosine, keys, values, base.injection_error)
 
 

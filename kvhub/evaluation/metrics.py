@@ -6,6 +6,7 @@ mapped rows of the prefix. `summary.py` turns the sums into scores.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,6 +85,26 @@ def attention_cosine(
     """
     a, b = attend(query, *native, scaling), attend(query, *mapped, scaling)
     return np.asarray(torch.cosine_similarity(a, b, dim=-1).mean(-1).double().cpu().numpy())
+
+
+def attention_cosines(
+    queries: Mapping[int, Tensor] | Tensor,
+    scaling: Mapping[int, float] | Sequence[float],
+    native: KvRows,
+    mapped: KvRows,
+) -> Array:
+    """`attention_cosine` of every layer, `[layers, heads]`; queries and scaling: by layer."""
+    return np.stack(
+        [
+            attention_cosine(
+                queries[layer],
+                scaling[layer],
+                (native.keys[layer], native.values[layer]),
+                (mapped.keys[layer], mapped.values[layer]),
+            )
+            for layer in range(len(mapped.keys))
+        ]
+    )
 
 
 @dataclass(frozen=True)

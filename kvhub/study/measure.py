@@ -14,7 +14,7 @@ from kvhub.evaluation.arms import WindowResult
 from kvhub.evaluation.bootstrap import Bootstrap, Estimate, Statistic, ratio
 from kvhub.evaluation.evidence import Arm, LayerScores, Score
 from kvhub.evaluation.inject import KvRows, run
-from kvhub.evaluation.metrics import Array, LogitSums, attention_cosine, gap_recovered, row_moments
+from kvhub.evaluation.metrics import Array, LogitSums, attention_cosines, gap_recovered, row_moments
 from kvhub.evaluation.run import wrong_document_order
 from kvhub.evaluation.summary import summarize
 from kvhub.fit.score import apply_affine
@@ -214,24 +214,9 @@ def _window(
     for arm, rows in arms:
         logits, _ = run(target.model, native.tail, start=len(native.rows), rows=rows)
         sums[arm] = against.sums(logits)
-    cosine = attention_cosines(native, served)
+    cosine = attention_cosines(native.queries, native.scaling, native.rows, served)
     keys, values = row_moments(native.rows, served, bundle.target.rope, exact)
     return WindowResult(len(native.labels), sums, cosine, keys, values, native.injection_error)
-
-
-def attention_cosines(native: Recording, served: KvRows) -> Array:
-    """`[layers, heads]`, as `kvhub eval` computes them; needs no model."""
-    return np.stack(
-        [
-            attention_cosine(
-                native.queries[layer],
-                native.scaling[layer],
-                (native.rows.keys[layer], native.rows.values[layer]),
-                (served.keys[layer], served.values[layer]),
-            )
-            for layer in range(len(served.keys))
-        ]
-    )
 
 
 def cosines(candidate: Candidate, bundle: Bundle, *, exact_prefix: int = 0) -> Array:
@@ -244,5 +229,6 @@ def cosines(candidate: Candidate, bundle: Bundle, *, exact_prefix: int = 0) -> A
         for window in windows:
             native = bundle.native(window, logits=False)
             mapped = candidate.map(bundle.mapped_from(window).rows)
-            found.append(attention_cosines(native, mapped.with_exact_prefix(native.rows, exact_prefix)))
+            served = mapped.with_exact_prefix(native.rows, exact_prefix)
+            found.append(attention_cosines(native.queries, native.scaling, native.rows, served))
     return np.stack(found)
