@@ -47,15 +47,15 @@ def output_error(
     after = causal_weights(queries, keys, scaling)
     right = before @ per_query_head(native[1].float(), heads)
     wrong = after @ per_query_head(values.float(), heads)
-    moved = (wrong - right).double()
-    moves, writes = (
-        out.double().transpose(0, 1).flatten(1) @ projection.double().T for out in (moved, right)
-    )
+    right, moved = right.double(), (wrong - right).double()
+    onto = projection.double().T
+    moves, writes = (out.transpose(0, 1).flatten(1) @ onto for out in (moved, right))
     stream = residual.double() + writes
     tiny = torch.finfo(torch.float32).tiny
-    ratio = before.double() * (before.double().clamp_min(tiny).log() - after.double().clamp_min(tiny).log())
+    before, after = before.double(), after.double()
+    ratio = before * (before.clamp_min(tiny).log() - after.clamp_min(tiny).log())
     return OutputError(
-        output=moved.square().sum((1, 2)) / right.double().square().sum((1, 2)).clamp_min(tiny),
+        output=moved.square().sum((1, 2)) / right.square().sum((1, 2)).clamp_min(tiny),
         attention_kl=ratio.sum(-1).mean(-1).clamp_min(0.0),
         residual=moves.square().sum() / stream.square().sum().clamp_min(tiny),
     )
