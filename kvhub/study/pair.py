@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvhub.errors import BadInput
+from kvhub.evaluation.text import held_out_windows
 from kvhub.fit.calibration import load_corpora, row_positions
 from kvhub.fit.capture import Capture
 from kvhub.fit.captures import CaptureStore
@@ -23,7 +24,7 @@ from kvhub.fit.solve import Solved, solve_pair
 from kvhub.fit.text import windows as cut
 from kvhub.study.bundle import Bundle
 from kvhub.study.measure import AffineCandidate, ArmScores, measure
-from kvhub.study.windows import held_out_windows, tuning_windows
+from kvhub.study.windows import tuning_windows
 
 if TYPE_CHECKING:
     from kvhub.model.load import LoadedModel
@@ -65,8 +66,8 @@ class StudyText:
         corpora = load_corpora(texts, tokenizer=tokenizer)
         fit = {c.name: cut(c.calibration, tokenizer, length=settings.length, limit=share) for c in corpora}
         left = settings.sequences
-        for name, found in fit.items():
-            fit[name] = found[: min(len(found), -(-left // (len(fit) - list(fit).index(name))))]
+        for texts_left, name in zip(range(len(fit), 0, -1), fit, strict=True):
+            fit[name] = fit[name][: -(-left // texts_left)]
             left -= len(fit[name])
         length = prefix + tail
         after = -(-share * settings.length // length) + 1

@@ -1,4 +1,4 @@
-"""Windows for studies: held out as `kvhub eval` cuts them, and others to choose recipes on."""
+"""Windows for studies to choose recipes on; what is held out is cut as `kvhub eval` cuts it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from kvhub.errors import BadInput
-from kvhub.evaluation.text import held_out_windows
 from kvhub.fit.calibration import load_corpora
 from kvhub.fit.text import windows
-
-__all__ = ["held_out_windows", "tuning_windows"]
 
 
 def tuning_windows(
