@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from kvhub.errors import BadInput, NotFound
+from kvhub.errors import BadInput
 from kvhub.evaluation.bootstrap import Bootstrap, Estimate
 from kvhub.evaluation.evidence import Arm
 from kvhub.tasks.caches import Caches
 from kvhub.tasks.lm import MappedLM
-from kvhub.tasks.local import MAX_BYTES
+from kvhub.tasks.local import read_text
 from kvhub.tasks.scores import require_arms
 
 MAX_NEW_TOKENS = 32
@@ -61,14 +61,7 @@ class Turn:
 
 def read_conversations(path: Path, *, limit: int | None = None) -> list[Conversation]:
     """CoQA's own JSON (`{"data": [...]}`), or one such object a line. Errors: `NotFound`, `BadInput`."""
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise BadInput(f"{path} is larger than {MAX_BYTES >> 20} MiB", "split it")
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise NotFound(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} cannot be read: {error}") from None
+    text = read_text(path)
     try:
         whole = json.loads(text) if path.suffix == ".json" else None
         items = whole["data"] if whole is not None else [json.loads(x) for x in text.split("\n") if x.strip()]
@@ -119,8 +112,7 @@ def run_conversations(
         model = MappedLM(caches, arm)
         for number, talk in enumerate(conversations):
             for turn in range(min(turns, len(talk.questions))):
-                context = model.tok_encode(talk.history(turn))[-(caches.context - MAX_NEW_TOKENS) :]
-                written = model.decode(context, STOPS, MAX_NEW_TOKENS)
+                written = model.decode(model.tok_encode(talk.history(turn)), STOPS, MAX_NEW_TOKENS)
                 found[row, number, turn] = max(f1(written, accepted) for accepted in talk.answers[turn])
             progress(arm, number + 1)
     table = []

@@ -89,13 +89,13 @@ class MappedLM(TemplateLM):  # type: ignore[misc]
         stops = settings.get("until") or []
         stops = [stops] if isinstance(stops, str) else list(stops)
         limit = int(settings.get("max_gen_toks", MAX_NEW_TOKENS))
-        context = self._fit(self.tok_encode(text), limit)
-        written = self.decode(context, stops, limit)
+        written = self.decode(self.tok_encode(text), stops, limit)
         self._progress()
         return written
 
     def decode(self, context: list[int], stops: Sequence[str], limit: int) -> str:
         """Greedy text after `context`, at most `limit` tokens, without the stop string."""
+        context = self._fit(context, limit)
         rows = self.caches.rows(self.arm, context[:-1])
         logits, cache = run(self._model, torch.tensor(context[-1:]), start=len(context) - 1, rows=rows)
         written: list[int] = []
