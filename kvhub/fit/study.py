@@ -18,7 +18,7 @@ from torch import Tensor
 from kvhub.artifact.manifest import CurvePoint, Selection
 from kvhub.errors import BadInput, KvhubError
 from kvhub.evaluation.inject import KvRows, run
-from kvhub.evaluation.metrics import attention_cosine, compare_logits
+from kvhub.evaluation.metrics import attention_cosines, compare_logits
 from kvhub.evaluation.probe import QueryProbe
 from kvhub.fit.accumulate import Progress
 from kvhub.fit.calibration import TAIL
@@ -212,17 +212,8 @@ def _measure(solved: Solved, held: Sequence[_Window], target: LoadedModel, exact
         logits, _ = run(target.model, window.tail, start=len(window.native), rows=mapped)
         sums = compare_logits(window.logits, logits, window.labels)
         kl, top1, positions = kl + sums.kl, top1 + sums.top1, positions + len(window.labels)
-        cosines.append(
-            [
-                attention_cosine(
-                    window.probe.queries[layer],
-                    window.probe.scaling[layer],
-                    (window.native.keys[layer], window.native.values[layer]),
-                    (mapped.keys[layer], mapped.values[layer]),
-                ).mean()
-                for layer in range(len(mapped.keys))
-            ]
-        )
+        found = attention_cosines(window.probe.queries, window.probe.scaling, window.native, mapped)
+        cosines.append(found.mean(1))
     layers = np.asarray(cosines).mean(0)
     return CurvePoint(
         k=len(solved.layers[0]),
