@@ -13,37 +13,48 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 from benchmarks.servers import Server
 
 FOLDER = Path(__file__).parent / "faults"
 
 
-class Faults:
-    """Injects one fault after another, each for a while, with healthy pauses; `counts` says which."""
+class Background:
+    """A thread that runs `_run` while this is entered; it returns soon after `_stop` is set."""
 
-    def __init__(self, exchange: Path, control: Path, servers: list[Server], seed: int) -> None:
-        self.exchange, self.control, self.servers = exchange, control, servers
-        self.counts: Counter[str] = Counter()
-        self.pause = threading.Event()
-        """Cleared to keep clients from starting requests."""
-        self._choose = random.Random(seed)
+    def __init__(self, name: str) -> None:
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="faults")
+        self._thread = threading.Thread(target=self._run, name=name)
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """What a server needs to obey."""
-        path = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return {"PYTHONPATH": path, "KVHUB_BENCH_FAULTS": str(self.control)}
-
-    def __enter__(self) -> Faults:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+
+class Faults(Background):
+    """Injects one fault after another, each for a while, with healthy pauses; `counts` says which."""
+
+    def __init__(self, exchange: Path, control: Path, servers: list[Server], seed: int) -> None:
+        super().__init__("faults")
+        self.exchange, self.control, self.servers = exchange, control, servers
+        self.counts: Counter[str] = Counter()
+        self.pause = threading.Event()
+        """Cleared to keep clients from starting requests."""
+        self._choose = random.Random(seed)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a server needs to obey."""
+        path = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {"PYTHONPATH": path, "KVHUB_BENCH_FAULTS": str(self.control)}
 
     def _run(self) -> None:
         kinds: list[Callable[[], None]] = [
@@ -164,22 +175,13 @@ def resident(server: Server) -> float:
     return float("nan")
 
 
-class Memory:
+class Memory(Background):
     """Samples of `(seconds, requests done, MiB)` of each server, every two seconds."""
 
     def __init__(self, servers: dict[str, Server], done: Callable[[], int]) -> None:
+        super().__init__("memory")
         self.servers, self.done = servers, done
         self.samples: dict[str, list[tuple[float, int, float]]] = {name: [] for name in servers}
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="memory")
-
-    def __enter__(self) -> Memory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
 
     def _run(self) -> None:
         started = time.monotonic()
