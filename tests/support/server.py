@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -135,10 +136,16 @@ def hints(reuse: bool = True, **payload: Any) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """A TCP port on the loopback interface that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A TCP port on the loopback interface that nobody uses now.
+
+    Below the range that the system gives to outgoing connections: a server binds half a minute later,
+    and until then one of those could take it.
+    """
+    while True:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            port = random.SystemRandom().randrange(20_000, 32_768)
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def server_environment(model_path: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
