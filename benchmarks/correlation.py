@@ -24,8 +24,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.machine import RESULTS
+
 Array = NDArray[np.float64]
-RESULTS = Path(__file__).parent / "results"
 HIGHER_IS_BETTER = {
     "attention_cosine", "attention_cosine_worst", "calibration_attention_cosine",
     "r2_key", "r2_value", "calibration_r2_key", "calibration_r2_value",
@@ -132,10 +133,11 @@ def table(points: Points) -> list[dict[str, str]]:
                 if id(draw) not in known:
                     known[id(draw)] = measures(points, name, loss, *draw)
             sampled[name] = np.array([known[id(draw)] for draw in draws])
+        reference = measures(points, REFERENCE, loss, everything, points.direction)
         for name, values in sampled.items():
             whole = measures(points, name, loss, everything, points.direction)
             row = {"loss": loss, "predictor": name}
-            lead = whole - measures(points, REFERENCE, loss, everything, points.direction)
+            lead = whole - reference
             for number, kind in enumerate(("pooled", "within", "across")):
                 low, high = bounds(values[:, number])
                 row |= {

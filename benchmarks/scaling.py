@@ -65,6 +65,11 @@ def bytes_per_token(model: str, itemsize: int = 2) -> int:
     return 2 * layers * heads * dim * itemsize
 
 
+def mean_bytes_per_token() -> float:
+    """Over conversations, by the popularity of the models."""
+    return sum(bytes_per_token(model) * share for model, (*_, share) in MODELS.items())
+
+
 def family(model: str) -> list[str]:
     return [other for other in MODELS if other.split("-")[0][:4] == model.split("-")[0][:4]]
 
@@ -205,8 +210,7 @@ class Fleet:
             end, hops = stop, max(hops, rows.hops + 1)
         mapped = end - own
         if mapped < MIN_SPAN:
-            read -= read - own * bytes_per_token(model)
-            mapped, hops = 0, 0
+            read, mapped, hops = own * bytes_per_token(model), 0, 0
         total = (turn.prompt + turn.output) // BLOCK * BLOCK
         written = max(0, total - own) * bytes_per_token(model)
         if self.window[0] <= turn.time < self.window[1]:
@@ -285,7 +289,7 @@ def play(
 
 def formulas(turns: list[Turn], rate: float) -> dict[str, float]:
     """Without switching and without a bound: rates from the means of the turns alone."""
-    mean = sum(bytes_per_token(m) * share for m, (*_, share) in MODELS.items())
+    mean = mean_bytes_per_token()
     history = float(np.mean([t.history for t in turns]))
     new = float(np.mean([t.prompt + t.output - t.history for t in turns]))
     return {
@@ -303,7 +307,7 @@ def che(turns: list[Turn], rate: float, capacities: list[float]) -> list[dict[st
     Everything untouched for T is gone, where T is such that what was touched within T fills
     the capacity: turns a second, times the mean of their bytes times min(gap to the next turn, T).
     """
-    mean = sum(bytes_per_token(m) * share for m, (*_, share) in MODELS.items())
+    mean = mean_bytes_per_token()
     following: dict[int, Turn] = {}
     gaps, held, history = [], [], []
     for turn in reversed(turns):
