@@ -16,16 +16,14 @@ from torch import Tensor
 from kvhub import __version__
 from kvhub.artifact.manifest import Calibration, FitScores, Manifest
 from kvhub.artifact.read import verify_artifact
-from kvhub.artifact.write import write_artifact
-from kvhub.catalog import register
 from kvhub.errors import AccessDenied, BadInput, Incompatible, KvhubError, NotFound
-from kvhub.hub.store import exclusive
 from kvhub.interop import kvtransfer, semantic_router, veloxquant
 from kvhub.interop.dense import Dense, from_artifact
 from kvhub.interop.streaming import Made, tensors_of
 from kvhub.model.identity import ModelIdentity
 from kvhub.model.pair import check_pair
 from kvhub.settings import Settings
+from kvhub.store.add import add
 
 LAYOUTS: Mapping[str, ModuleType] = {
     module.NAME: module for module in (semantic_router, kvtransfer, veloxquant)
@@ -71,19 +69,7 @@ def import_mapper(
     tensors = Made(
         [f"layers.{t}.{side}.{part}" for t, side in dense.weights for part in ("weight", "bias")], ours
     )
-    settings.mappers.mkdir(mode=0o700, parents=True, exist_ok=True)
-    place = settings.mappers / f".import-{manifest.calibration.digest[:16]}"
-    with exclusive(settings.mappers):
-        shutil.rmtree(place, ignore_errors=True)
-        try:
-            written = write_artifact(place, manifest, tensors)
-            final = settings.mappers / written.digest
-            if not final.exists():
-                place.rename(final)
-            register(final, written, settings)
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-    return final, written
+    return add(manifest, tensors, settings, tag=f"import-{manifest.calibration.digest[:16]}")
 
 
 def export_mapper(directory: Path, output: Path, layout: str, *, drop_exact_prefix: bool = False) -> Manifest:

@@ -5,7 +5,6 @@ Evidence is bound to a digest, so what computes caches is what was evaluated: no
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from torch import Tensor
@@ -14,11 +13,11 @@ from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.write import write_artifact
 from kvhub.catalog import register
 from kvhub.errors import BadInput, Incompatible
-from kvhub.hub.store import exclusive
 from kvhub.mapper.base import Mapper
 from kvhub.mapper.load import load_mapper
 from kvhub.mapper.ridge import RidgeMapper
 from kvhub.settings import Settings
+from kvhub.store.add import add
 
 
 def quantized(mapper: Mapper) -> tuple[Manifest, dict[str, Tensor]]:
@@ -57,16 +56,4 @@ def quantize(ref: str | Path, output: Path | None = None) -> tuple[Path, Manifes
         written = write_artifact(output, manifest, tensors)
         register(output.absolute(), written, settings)
         return output.absolute(), written
-    settings.mappers.mkdir(mode=0o700, parents=True, exist_ok=True)
-    place = settings.mappers / f".quantize-{manifest.digest[:16]}"
-    with exclusive(settings.mappers):
-        shutil.rmtree(place, ignore_errors=True)
-        try:
-            written = write_artifact(place, manifest, tensors)
-            final = settings.mappers / written.digest
-            if not final.exists():
-                place.rename(final)
-            register(final, written, settings)
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-    return final, written
+    return add(manifest, tensors, settings, tag=f"quantize-{manifest.digest[:16]}")
