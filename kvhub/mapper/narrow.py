@@ -48,13 +48,16 @@ def narrow(mapper: Mapper, heads: HeadSlice) -> Mapper:
 def _divided(
     mapper: RidgeMapper, layer: int, side: str, heads: HeadSlice, *, local: bool
 ) -> dict[str, Tensor]:
-    """Weight and bias of these heads: columns of a full weight, matrices of a head-local one."""
-    weight, bias = mapper.affine(layer, side)
+    """What is stored of these heads: columns of a full weight, matrices of a head-local one."""
+    weight, *columns = mapper.stored(layer, side)
     chosen = slice(heads.first, heads.first + heads.count)
-    per_head = weight if local else weight.view(weight.shape[0], *bias.shape)
+    per_head = weight if local else weight.view(weight.shape[0], *columns[0].shape)
     weight = per_head[chosen] if local else per_head[:, chosen].flatten(1)
     prefix = f"layers.{layer}.{side}"
-    return {f"{prefix}.weight": weight.contiguous(), f"{prefix}.bias": bias[chosen].contiguous()}
+    found = {f"{prefix}.weight": weight.contiguous()}
+    for part, column in zip(("bias", "scale"), columns, strict=False):  # a scale where the weights are int8
+        found[f"{prefix}.{part}"] = column[chosen].contiguous()
+    return found
 
 
 def _with_heads(model: ModelIdentity, count: int) -> ModelIdentity:

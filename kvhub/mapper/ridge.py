@@ -71,14 +71,14 @@ class RidgeMapper(Mapper):
 
     def affine(self, target_layer: int, side: str) -> Affine:
         """Weight in the compute dtype and bias in float32, of `side` (`k` or `v`) of one target layer."""
-        weight, bias, *scale = self._stored(target_layer, side)
+        weight, bias, *scale = self.stored(target_layer, side)
         if scale:
             head_local = self.manifest.support == "head-local"
             columns = scale[0][:, None, :] if head_local else scale[0].flatten()
             weight = weight.to(torch.float32).mul_(columns).to(self.dtype)
         return Affine(weight, bias)
 
-    def _stored(self, target_layer: int, side: str) -> tuple[Tensor, ...]:
+    def stored(self, target_layer: int, side: str) -> tuple[Tensor, ...]:
         """Weight and bias, and the scale of int8 weights, as they are held."""
         names = [f"layers.{target_layer}.{side}.{part}" for part in ("weight", "bias", "scale")]
         return tuple(self._tensors[name] for name in names if name in self._tensors)
@@ -161,7 +161,7 @@ class RidgeMapper(Mapper):
             target.num_kv_heads,
             target.head_dim,
         )
-        return Weights.of(plan, self._stored)
+        return Weights.of(plan, self.stored)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> RidgeMapper:
         """A copy on `device` computing in `dtype` (None: as now)."""

@@ -13,6 +13,7 @@ from kvhub.errors import Incompatible
 from kvhub.exchange.shards import HeadSlice
 from kvhub.mapper import SourceRows
 from kvhub.mapper.narrow import narrow
+from kvhub.mapper.quantize import quantized
 from kvhub.mapper.ridge import RidgeMapper
 
 TOKENS = 9
@@ -34,10 +35,13 @@ def rows_of(mapper: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return list(made[0]), list(made[1])
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
 @pytest.mark.parametrize("support", ["full", "head-local"])
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (0, 4), (3, 4), (5, 8)])
-def test_each_rank_gets_its_heads(support: str, rank: int, size: int) -> None:
+def test_each_rank_gets_its_heads(support: str, rank: int, size: int, int8: bool) -> None:
     whole = made(support)
+    if int8:
+        whole = RidgeMapper(*quantized(whole))
     heads = HeadSlice.of_rank(rank, size, 4)
     part = narrow(whole, heads)
     keys, values = rows_of(whole)
