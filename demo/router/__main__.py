@@ -90,16 +90,8 @@ def main() -> None:
         ):
             port = free_port()
             command = [sys.executable, "-m", "kvhub", "serve", model, "--reuse-from", other, "--allow-draft"]
-            command += [
-                "--max-hops",
-                "2",
-                "--worth",
-                "always",
-                "--exchange",
-                str(folder),
-                "--port",
-                str(port),
-            ]
+            command += ["--max-hops", "2", "--worth", "always"]
+            command += ["--exchange", str(folder), "--port", str(port)]
             command += ["--", "--chat-template", template] if template else []
             print("$ " + " ".join(["kvhub", *command[3:]]) + " &", flush=True)
             log = arguments.logs / f"router-{name}.log"

@@ -11,6 +11,7 @@ taken as generated the way the template asks for it (thinking first, then text, 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -116,8 +117,7 @@ def survival(
     render = renderer(template, **options)
     plain = renderer(template, **{k: v for k, v in options.items() if k != "enable_thinking"})
     found = []
-    for index in turns()[:-1]:
-        after = next(i for i in turns() if i > index)
+    for index, after in itertools.pairwise(turns()):
         held = encode(generated(render, plain, index, thinking=thinking, returned=returned))
         prompt = encode(render(_history(after, thinking and returned), True))
         common = next(
