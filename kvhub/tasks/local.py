@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,12 @@ def read_items(path: Path) -> list[dict[str, Any]]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file of items, of a bounded size. Errors: `NotFound`, `BadInput`."""
+    """The text of a regular file of items, of a bounded size. Errors: `NotFound`, `BadInput`."""
     try:
-        if path.stat().st_size > MAX_BYTES:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # a pipe would wait for its writer, a device never ends
+            raise BadInput(f"{path} is not a regular file", "give a JSONL file")
+        if about.st_size > MAX_BYTES:
             raise BadInput(f"{path} is larger than {MAX_BYTES >> 20} MiB", "split it")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -1,4 +1,6 @@
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +63,11 @@ def test_bad_files(tmp_path):
     (tmp_path / "b").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(BadInput, match="cannot be read"):
         read_items(tmp_path / "b")
+    os.mkfifo(tmp_path / "pipe")
+    for other in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        for read in (read_items, read_conversations):
+            with pytest.raises(BadInput, match="not a regular file"):
+                read(other)
     with pytest.raises(BadInput, match="no name for a task"):
         Task.parse(f"../x={tmp_path / 'a'}")
 
