@@ -7,7 +7,8 @@ logged there and swallowed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -101,6 +102,25 @@ def _streamer_class(streamer: type[Any], *args: Any, **kwargs: Any) -> type[Any]
             keep = getattr(self.tree_cache, "keep_internal", None)
             kept = reqs if keep is None else keep(reqs)
             if kept or not reqs:
-                super().stream_output(kept, *args, **kwargs)
+                with withheld(kept):
+                    super().stream_output(kept, *args, **kwargs)
 
     return KvhubOutputStreamer
+
+
+@contextlib.contextmanager
+def withheld(reqs: Sequence[Any]) -> Iterator[None]:
+    """Keep back the reports of retracted requests: each decides anew, and only then is it known what to say.
+
+    With overlap, SGLang streams such a request once more (without a token) when the batch it was in ends.
+    """
+    reports = [
+        (req.customized_info, req.customized_info.pop("kvhub"))
+        for req in reqs
+        if req.is_retracted and req.customized_info and "kvhub" in req.customized_info
+    ]
+    try:
+        yield
+    finally:
+        for info, report in reports:
+            info["kvhub"] = report

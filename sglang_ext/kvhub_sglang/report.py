@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvhub.serving.cost import Estimate
@@ -27,7 +27,8 @@ class Report:
     """Rows this model computed on its own rows."""
     mapped: int = 0
     """Rows that came from a mapper, or were computed on such rows."""
-    prefilled: int = 0
+    prefilled: int = field(init=False)
+    """All others. Until what is reused is known, all."""
     reason: Code = Code.NOT_ASKED
     detail: str = ""
     source: str = ""
@@ -43,6 +44,9 @@ class Report:
     """Milliseconds from the request's arrival to its decision."""
     estimate: Estimate | None = None
     """What reuse and computing were expected to take, where that was weighed."""
+
+    def __post_init__(self) -> None:
+        self.prefilled = self.prompt - self.exact - self.mapped
 
     def as_meta(self) -> dict[str, Any]:
         """The form in `meta_info["kvhub"][0]`."""

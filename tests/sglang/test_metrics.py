@@ -37,10 +37,10 @@ def exported() -> str:
     )  # fmt: skip
     for number in range(4):
         metrics.request(
-            Report(prompt=100, mapped=64, exact=16, prefilled=20, reason=Code.MAPPED, milliseconds=4.0)
+            Report(prompt=100, mapped=64, exact=16, reason=Code.MAPPED, milliseconds=4.0)
         )
         metrics.shadow(DIGEST, kl=0.02 * number, agree=number > 0)
-    metrics.request(Report(prompt=100, prefilled=100, reason=Code.NO_SOURCE, milliseconds=1.0))
+    metrics.request(Report(prompt=100, reason=Code.NO_SOURCE, milliseconds=1.0))
     metrics.lookups(9, 1)
     metrics.read(9, 9000)
     metrics.published(3, 0.01, 3000)
@@ -261,7 +261,7 @@ def test_log_lines_hold_the_report(
 ) -> None:
     if form == "json":
         monkeypatch.setenv("KVHUB_LOG", "json")
-    report = Report(prompt=9, mapped=8, prefilled=1, reason=Code.MAPPED, mapper=DIGEST, source="org/small")
+    report = Report(prompt=9, mapped=8, reason=Code.MAPPED, mapper=DIGEST, source="org/small")
     with caplog.at_level(logging.INFO):
         log_report("r1", report)
     [record] = caplog.records
