@@ -27,7 +27,10 @@ from kvhub.errors import NotFound
     "--exact-prefix", type=click.IntRange(min=0), help="First tokens native [default: the mapper's]."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the bootstrap.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda", "sharded"]), default="auto", show_default=True,
+    help="sharded: over all GPUs, memory and disk (accelerate), as is a model too large for its GPU.",
+)  # fmt: skip
 @output.format_option("table", "json")
 def command(
     mapper: str,

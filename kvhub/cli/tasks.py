@@ -84,6 +84,7 @@ def command(
     from kvhub.cli.models import load_models, locate_models
     from kvhub.files import check_output, write_output
     from kvhub.mapper.load import load_mapper, locate
+    from kvhub.model.placement import input_device
     from kvhub.tasks import record
     from kvhub.tasks.caches import Caches
     from kvhub.tasks.conversation import read_conversations, run_conversations
@@ -105,7 +106,7 @@ def command(
     paths = locate_models(manifest, source, target)
     here, there = load_models(manifest, paths, device)
     other = torch.tensor(here.tokenizer.encode(OTHER_TEXT, add_special_tokens=False))
-    caches = Caches(loaded.to(here.model.device), here, there, exact_prefix=exact_prefix, other=other)
+    caches = Caches(loaded.to(input_device(here.model)), here, there, exact_prefix=exact_prefix, other=other)
     told = [time.monotonic()]
 
     def progress(arm: str, done: int) -> None:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvhub.errors import BadInput
 from kvhub.evaluation.inject import KvRows, run
 from kvhub.evaluation.probe import QueryProbe
 from kvhub.model.identity import RopeSpec
+from kvhub.model.placement import input_device
 
 if TYPE_CHECKING:
     from kvhub.model.load import LoadedModel
@@ -50,15 +52,21 @@ def observe(source: LoadedModel, target: LoadedModel, window: Tensor, tail: int)
     """Run both models over `window` (`[tokens]` int64); its last `tail` tokens are the tail.
 
     As in an evaluation the very last token is a label only, so there are `n = tail - 1` queries.
-    Errors: `Corrupt` where rows are not finite.
+    Errors: `Corrupt` where rows are not finite; `BadInput` where accelerate keeps weights elsewhere.
     """
     split, count = len(window) - tail, tail - 1
     rows = KvRows.of(run(source.model, window[:split], keep=1)[1], split)
     rows.check_finite("the source's cache")
     model: Any = target.model
+    outputs = tuple(layer.self_attn.o_proj.weight for layer in model.base_model.layers)
+    if any(weight.is_meta for weight in outputs):
+        raise BadInput(
+            f"the weights of {target.identity.name} are not all in memory, and a diagnosis reads them",
+            "use a machine or a GPU that holds the target, or --device cpu",
+        )
     with QueryProbe(model, count) as probe, torch.inference_mode():
         found = model.base_model(
-            input_ids=window[None, :-1].to(model.device), use_cache=True, output_hidden_states=True
+            input_ids=window[None, :-1].to(input_device(model)), use_cache=True, output_hidden_states=True
         )
     native = KvRows.of(found.past_key_values, len(window) - 1)
     native.check_finite("the target's own cache")
@@ -70,6 +78,6 @@ def observe(source: LoadedModel, target: LoadedModel, window: Tensor, tail: int)
         queries=tuple(probe.queries[layer] for layer in layers),
         scaling=tuple(probe.scaling[layer] for layer in layers),
         residual=tuple(found.hidden_states[layer][0, -count:] for layer in layers),
-        outputs=tuple(layer.self_attn.o_proj.weight for layer in model.base_model.layers),
+        outputs=outputs,
         rope=target.identity.rope,
     )

@@ -20,6 +20,7 @@ from kvhub.evaluation.arms import map_rows
 from kvhub.evaluation.run import check_model
 from kvhub.fit.text import token_digest
 from kvhub.mapper.base import Mapper
+from kvhub.model.placement import input_device
 
 if TYPE_CHECKING:
     from kvhub.model.load import LoadedModel
@@ -51,7 +52,7 @@ def diagnose(
     check_model("source", manifest.source, source.identity)
     check_model("target", manifest.target, target.identity)
     length = _check(domains, tail, manifest.exact_prefix)
-    placed = mapper.to(source.model.device)
+    placed = mapper.to(input_device(source.model))
     total, done = sum(len(windows) for windows in domains.values()), 0
     halves = [PairRows(manifest.source.geometry, manifest.target.geometry) for _ in range(2 * maps)]
     results: dict[str, list[WindowDiagnosis]] = {}

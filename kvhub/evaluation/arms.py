@@ -35,6 +35,7 @@ from kvhub.evaluation.metrics import (
 )
 from kvhub.evaluation.probe import QueryProbe
 from kvhub.mapper.base import Mapper, SourceRows
+from kvhub.model.placement import input_device
 
 if TYPE_CHECKING:
     from kvhub.model.identity import ModelIdentity
@@ -140,13 +141,13 @@ def map_rows(mapper: Mapper, rows: KvRows, source: ModelIdentity, target: Loaded
     """
     positions = torch.arange(len(rows), device=rows.keys[0].device)
     found = SourceRows(rows.keys, rows.values, positions, source.rope)
-    model = target.model
+    home, dtype = input_device(target.model), target.model.dtype
     keys, values = [], []
     with torch.inference_mode():
         for layer in range(target.identity.geometry.num_layers):
             key, value = mapper.map_layer(layer, found)
-            keys.append(key.to(model.device, model.dtype))
-            values.append(value.to(model.device, model.dtype))
+            keys.append(key.to(home, dtype))
+            values.append(value.to(home, dtype))
     mapped = KvRows(tuple(keys), tuple(values))
     mapped.check_finite("the mapped cache")
     return mapped

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvhub.errors import Corrupt, Incompatible
+from kvhub.model.placement import input_device, layer_device
 
 INJECTION_TOLERANCE = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.5}
 """Largest accepted |logit difference| per dtype of the model. On a CPU the two ways are equal bit for
@@ -38,9 +39,10 @@ class KvRows:
     def of(cls, cache: DynamicCache, stop: int) -> KvRows:
         """The first `stop` rows of a batch-1 cache (copied, so that the rest can be freed)."""
         keys, values = [], []
+        home = cache.layers[0].keys.device  # a sharded model's layers lie on several devices
         for layer in cache.layers:
-            keys.append(layer.keys[0, :, :stop].transpose(0, 1).contiguous())
-            values.append(layer.values[0, :, :stop].transpose(0, 1).contiguous())
+            keys.append(layer.keys[0, :, :stop].transpose(0, 1).contiguous().to(home))
+            values.append(layer.values[0, :, :stop].transpose(0, 1).contiguous().to(home))
         return cls(tuple(keys), tuple(values))
 
     def with_exact_prefix(self, native: KvRows, count: int) -> KvRows:
@@ -68,16 +70,17 @@ class KvRows:
                 )
 
     def to_cache(self, model: Any) -> DynamicCache:
-        """A transformers cache holding exactly these rows, in the model's dtype and on its device."""
+        """A transformers cache holding these rows, in the model's dtype, each layer where it is computed."""
         cache = DynamicCache(config=model.config)
         if len(cache.layers) not in (0, len(self.keys)):
             raise Incompatible(
                 f"the cache has {len(self.keys)} layers, the model {len(cache.layers)}", code="geometry"
             )
         for layer, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
+            device = layer_device(model, layer)
             cache.update(
-                key.transpose(0, 1)[None].to(model.device, model.dtype),
-                value.transpose(0, 1)[None].to(model.device, model.dtype),
+                key.transpose(0, 1)[None].to(device, model.dtype),
+                value.transpose(0, 1)[None].to(device, model.dtype),
                 layer,
             )
         return cache
@@ -92,17 +95,18 @@ def run(
     `rows` may be None with `start > 0`: the model then sees only `tokens`, at their true positions.
     """
     cache = DynamicCache(config=model.config) if rows is None else rows.to_cache(model)
-    positions = torch.arange(start, start + len(tokens), device=model.device)[None]
+    home = input_device(model)
+    positions = torch.arange(start, start + len(tokens), device=home)[None]
     keep = len(tokens) if keep is None else keep
     with torch.inference_mode():
         out = model(
-            input_ids=tokens[None].to(model.device),
+            input_ids=tokens[None].to(home),
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=keep,
         )
-    return out.logits[0, -keep:].to(torch.float32), cache
+    return out.logits[0, -keep:].to(home, torch.float32), cache
 
 
 def injection_error(native: Tensor, injected: Tensor) -> float:

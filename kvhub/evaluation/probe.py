@@ -10,6 +10,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kvhub.model.placement import input_device
+
 _NAME = "kvhub_probe"
 
 
@@ -42,7 +44,7 @@ class QueryProbe:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         layer = int(module.layer_idx)
-        self.queries[layer] = query[0, :, -self._keep :].clone()
+        self.queries[layer] = query[0, :, -self._keep :].clone().to(input_device(self._model))
         scaling = kwargs.get("scaling")
         self.scaling[layer] = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
         out: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **kwargs)

@@ -19,6 +19,7 @@ from kvhub.evaluation.inject import check_injection
 from kvhub.evaluation.summary import summarize
 from kvhub.fit.text import token_digest
 from kvhub.mapper.base import Mapper
+from kvhub.model.placement import input_device
 
 if TYPE_CHECKING:
     from kvhub.artifact.manifest import Manifest
@@ -87,7 +88,7 @@ def evaluate_all(
     prefix = _check_windows(domains, settings, max(exact))
     _check_context(prefix + settings.tail, source.identity, target.identity)
 
-    placed = [mapper.to(source.model.device) for mapper in mappers]
+    placed = [mapper.to(input_device(source.model)) for mapper in mappers]
     total, done = sum(len(windows) for windows in domains.values()), 0
     arms = Arms(source, target, tail=settings.tail)
     results: list[dict[str, list[WindowResult]]] = [{} for _ in mappers]

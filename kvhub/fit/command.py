@@ -305,8 +305,7 @@ def _plan(
         vocabulary=max(shape.vocabulary for shape in shapes),
         low_memory=options.low_memory,
     )
-    if options.device != "cpu":  # the models are not in main memory
-        plan = replace(plan, models=0)
+    plan = replace(plan, models=max(0, plan.models - _elsewhere(options)))
     have = free_memory() if options.memory is None else options.memory
     kept = sides[0].complete and not settings.automatic and team.size == 1 and settings.recipe != "best"
     if kept and (checkpoint.layers or (have is not None and plan.total > have)):
@@ -324,6 +323,13 @@ def _plan(
     one_way = "fit one direction at a time, or " if both else ""
     demand_memory(plan.total, hint=f"{one_way}{advice}use a machine with more memory", available=have)
     return plan, None
+
+
+def _elsewhere(options: Options) -> int:
+    """Bytes of weights that need no main memory: what the GPUs have free."""
+    if options.device == "cpu" or not torch.cuda.is_available():
+        return 0
+    return sum(torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count()))
 
 
 def _block(sides: tuple[Side, Side], settings: FitSettings, both: bool, available: int) -> int | None:

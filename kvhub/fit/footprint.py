@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import NamedTuple
 
-from kvhub.model.config import read_config
-from kvhub.model.fingerprint import weight_files, weight_headers
+import torch
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+from kvhub.model.config import read_config
+from kvhub.model.placement import weight_bytes
 
 
 class Footprint(NamedTuple):
@@ -25,6 +24,7 @@ class Footprint(NamedTuple):
 def footprint(path: Path, dtype: str) -> Footprint:
     """Errors: those of `weight_files`, `weight_headers` and `read_config`."""
     config = read_config(path).config
-    numbers = sum(math.prod(tensor.shape) for tensor in weight_headers(weight_files(path)).values())
     inner = max(int(getattr(config, "intermediate_size", 0) or 0), 4 * config.hidden_size)
-    return Footprint(_ITEMSIZE[dtype] * numbers, 3 * inner + 6 * config.hidden_size, int(config.vocab_size))
+    return Footprint(
+        weight_bytes(path, getattr(torch, dtype)), 3 * inner + 6 * config.hidden_size, int(config.vocab_size)
+    )

@@ -33,6 +33,7 @@ from kvhub.fit.settings import GRID_LAMBDA, FitSettings
 from kvhub.fit.side import Side
 from kvhub.fit.solve import Solved, solve_pair
 from kvhub.fit.text import token_digest
+from kvhub.model.placement import input_device
 from kvhub.model.rope import rotary_table
 from kvhub_kernels.rotary import apply_rope
 
@@ -227,7 +228,7 @@ def _measure(solved: Solved, held: Sequence[_Window], target: LoadedModel, exact
 
 def mapped_rows(solved: Solved, source: Capture, target: LoadedModel) -> KvRows:
     """The target's cache by a mapper that is not written yet, from a capture at positions 0, 1, 2, ..."""
-    device, dtype = target.model.device, target.model.dtype
+    device, dtype = input_device(target.model), target.model.dtype
     table = rotary_table(target.identity.rope, torch.arange(len(source.values[0]), device=device))
     keys: list[Tensor] = []
     values: list[Tensor] = []

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kvhub.errors import BadInput, NotFound
+from kvhub.model.config import read_config
 from kvhub.model.fingerprint import weight_files, weight_headers
 
 SPARE = 1.1
@@ -66,15 +67,44 @@ def input_device(model: Any) -> torch.device:
     if not spread:
         return torch.device(model.device)
     first = next((device for device in spread.values() if device not in ("cpu", "disk")), "cpu")
-    return torch.device("cuda", first) if isinstance(first, int) else torch.device(first)
+    return _device(first)
+
+
+def layer_device(model: Any, layer: int) -> torch.device:
+    """Where `layer` is computed, which is where its rows of a cache must be.
+
+    What lies in memory or on disk is computed on the first GPU, if there is one.
+    """
+    spread: dict[str, Any] = getattr(model, "hf_device_map", None) or {}
+    name = f"model.layers.{layer}"
+    whole = (part for part in spread if part == name or name.startswith(f"{part}.") or part == "")
+    device = spread.get(max(whole, key=len, default=""), "cpu")
+    return input_device(model) if device in ("cpu", "disk") else _device(device)
+
+
+def weight_bytes(path: Path, dtype: torch.dtype | None) -> int:
+    """What the weights in `path` take in memory, by the headers of its files.
+
+    dtype: None is the config's own, or each tensor's where the config names none.
+    Errors: those of `read_config`, `weight_files` and `read_header`.
+    """
+    if dtype is None:
+        named = getattr(read_config(path).config, "dtype", None)
+        dtype = named if isinstance(named, torch.dtype) else None
+    headers = weight_headers(weight_files(path)).values()
+    if dtype is None:
+        return sum(tensor.end - tensor.start for tensor in headers)
+    return sum(math.prod(tensor.shape) for tensor in headers) * dtype.itemsize
+
+
+def _device(place: int | str | torch.device) -> torch.device:
+    return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
 
 
 def _fits(path: Path, dtype: torch.dtype | None, device: torch.device) -> bool:
     if device.type != "cuda":
         return True
-    headers = weight_headers(weight_files(path)).values()
-    size = sum(math.prod(tensor.shape) for tensor in headers) * (2 if dtype is None else dtype.itemsize)
-    return SPARE * size <= torch.cuda.mem_get_info(device)[0]
+    return SPARE * weight_bytes(path, dtype) <= torch.cuda.mem_get_info(device)[0]
 
 
 def _demand_accelerate() -> None:

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from kvhub.errors import BadInput
 from kvhub.evaluation.evidence import Arm
 from kvhub.evaluation.inject import run
+from kvhub.model.placement import input_device
 from kvhub.tasks.caches import Caches
 
 MAX_NEW_TOKENS = 256
@@ -135,8 +136,8 @@ def _step(model: Any, cache: DynamicCache, token: int, position: int) -> Tensor:
     """Logits `[1, vocabulary]` after one more token."""
     with torch.inference_mode():
         out = model(
-            input_ids=torch.tensor([[token]], device=model.device),
-            position_ids=torch.tensor([[position]], device=model.device),
+            input_ids=torch.tensor([[token]], device=input_device(model)),
+            position_ids=torch.tensor([[position]], device=input_device(model)),
             past_key_values=cache,
             use_cache=True,
         )

@@ -32,6 +32,7 @@ from kvhub.fit.side import Side
 from kvhub.fit.solve import Solved
 from kvhub.fit.store import write_tensors
 from kvhub.model.identity import Geometry
+from kvhub.model.placement import input_device
 
 OBJECTIVE = "kl-through-target"
 CURVE = 64
@@ -76,7 +77,7 @@ def distil(
     windows = windows[: how.windows]
     with target.live() as model:
         exact = settings.exact_prefix
-        corrections = corrections_of(solved, source, target, windows, exact, model.model.device)
+        corrections = corrections_of(solved, source, target, windows, exact, input_device(model.model))
         through = Through(model.model, source, target, solved.layers, exact)
         state = _train(corrections, through, windows, tuning, settings, how, tail, progress, tell)
     trained = _trained(corrections)

@@ -13,6 +13,7 @@ from kvhub.evaluation.inject import KvRows
 from kvhub.fit.distill.correction import Correction
 from kvhub.fit.distill.likely import KEPT, Likely
 from kvhub.fit.side import Side
+from kvhub.model.placement import input_device
 from kvhub.model.rope import rotary_table
 from kvhub_kernels.rotary import apply_rope
 
@@ -53,7 +54,7 @@ class Through:
 
     def _read(self, rows: KvRows, window: Tensor, split: int, tail: int) -> Tensor:
         """Logits `[tail, vocabulary]`."""
-        device = self.model.device
+        device = input_device(self.model)
         out = self.model(
             input_ids=window[None, split : split + tail].to(device),
             position_ids=torch.arange(split, split + tail, device=device)[None],
@@ -66,17 +67,18 @@ class Through:
     def _mapped(self, corrections: Corrections, window: Tensor, split: int) -> KvRows:
         """The target's rows before `split`, `[split, H_t, D_t]`; the exact prefix is its own."""
         skip, rope = self.exact_prefix, self.target.identity.rope
+        home = input_device(self.model)
         source = self.source.capture(window)
         own = self.target.capture(window) if skip else None
-        table = rotary_table(rope, torch.arange(skip, split, device=self.model.device))
+        table = rotary_table(rope, torch.arange(skip, split, device=home))
         heads = self.target.identity.geometry.num_kv_heads
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for number, (chosen, pair) in enumerate(zip(self.layers, corrections, strict=True)):
             key, value = (
-                correction(
-                    torch.stack([rows[layer][skip:split].to(self.model.device) for layer in chosen], dim=1)
-                ).view(split - skip, heads, -1)
+                correction(torch.stack([rows[layer][skip:split].to(home) for layer in chosen], dim=1)).view(
+                    split - skip, heads, -1
+                )
                 for correction, rows in zip(pair, (source.content_keys, source.values), strict=True)
             )
             key = apply_rope(key, table).to(self.model.dtype)
