@@ -3,7 +3,8 @@
     python -m benchmarks.correlation_recorded SOURCE TARGET --windows windows.pt --recordings DIR \\
         --mapper NAME=DIR ... --output benchmarks/results/correlation.csv
 
-Recordings are those of `kvhub.study.bundle`; mappers are finished ones of any family. Windows take turns, as
+Recordings are those of `kvhub.study.bundle`; mappers are finished ones of any family, or files of saved
+`{"tensors", "layers"}` as `kvhub.fit.solve` makes them (without the R2 of their fit). Windows take turns, as
 in `correlation_points.py`: diagnostics on one half, the loss on the other. Recordings hold the prefix alone:
 attention is over it only, and the push on the residual stream is not measured.
 """
@@ -25,14 +26,15 @@ from kvhub.diagnostics.key_concentration import key_error_concentration
 from kvhub.diagnostics.positions import position_errors
 from kvhub.diagnostics.summary import FIRST
 from kvhub.diagnostics.value_concentration import value_error_concentration
+from kvhub.errors import Incompatible
 from kvhub.evaluation.inject import KvRows
 from kvhub.mapper.load import load_mapper
 from kvhub.model.identify import identify
-from kvhub.model.identity import RopeSpec
+from kvhub.model.identity import ModelIdentity, RopeSpec
 from kvhub.model.load import load_model
 from kvhub.model.rope import rotary_table
 from kvhub.study.bundle import Bundle
-from kvhub.study.measure import ArmScores, MapperCandidate, measure
+from kvhub.study.measure import AffineCandidate, ArmScores, Candidate, MapperCandidate, measure
 from kvhub.study.record import Recording
 from kvhub_kernels.rotary import strip_rope
 
@@ -100,6 +102,31 @@ def halves(scores: ArmScores) -> dict[str, float]:
     }  # fmt: skip
 
 
+def read_candidate(
+    place: Path, source: ModelIdentity, target: ModelIdentity
+) -> tuple[Candidate, dict[str, float], int]:
+    """(mapper, R2 of its fit where it is known, exact first positions).
+
+    Errors: `Incompatible` where it is of other models.
+    """
+    if place.is_dir():
+        mapper = load_mapper(place)
+        about = mapper.manifest
+        if (about.source.digest, about.target.digest) != (source.digest, target.digest):
+            raise Incompatible(f"{place.name} is a mapper of other models", code="identity")
+        fit = about.fit_scores
+        found = {"key": float(np.mean(fit.r2_key)), "value": float(np.mean(fit.r2_value))}
+        return (
+            MapperCandidate(mapper),
+            {f"calibration_r2_{side}": r2 for side, r2 in found.items()},
+            about.exact_prefix,
+        )
+    saved = torch.load(place, weights_only=True)
+    if len(saved["layers"]) != target.geometry.num_layers:
+        raise Incompatible(f"{place.name} is a mapper of other models", code="identity")
+    return AffineCandidate(saved["tensors"], saved["layers"], source, target), {}, 0
+
+
 def main() -> None:
     """Measure and append."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -121,8 +148,7 @@ def main() -> None:
     bundle = Bundle(source, target.identity, windows, given.recordings, given.tail)
     for entry in given.mapper:
         name, _, directory = entry.partition("=")
-        mapper = load_mapper(Path(directory))
-        candidate, exact = MapperCandidate(mapper), mapper.manifest.exact_prefix
+        candidate, calibration, exact = read_candidate(Path(directory), source, target.identity)
         scores = measure(candidate, bundle, target, exact_prefix=exact, wrong=False)
         seen = []
         for number, window in enumerate(itertools.chain.from_iterable(windows.values())):
@@ -132,11 +158,6 @@ def main() -> None:
                 seen.append(layer_values(native, served, target.identity.rope, exact))
         names = given.source.name, given.target.name
         about = {"pair": "+".join(sorted(names)), "source": names[0], "target": names[1], "recipe": name}
-        fit = mapper.manifest.fit_scores
-        calibration = {
-            "calibration_r2_key": float(np.mean(fit.r2_key)),
-            "calibration_r2_value": float(np.mean(fit.r2_value)),
-        }
         append(given.output, about | halves(scores) | calibration | predictors(seen))
         print(f"{name}: excess {scores.excess():.4f}", flush=True)
 

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 class Candidate(Protocol):
-    """Anything that turns the source's rows at positions 0, 1, 2, ... into the target's."""
+    """Anything that turns the source's rows at positions start, start + 1, ... into the target's."""
 
-    def map(self, rows: KvRows) -> KvRows:
+    def map(self, rows: KvRows, start: int = 0) -> KvRows:
         """Rows in the target's dtype."""
         ...
 
@@ -57,9 +57,9 @@ class AffineCandidate:
         self._strip, self._turn = strip, turn
         self._tensors = {name: tensor.float() for name, tensor in tensors.items()}
 
-    def map(self, rows: KvRows) -> KvRows:
+    def map(self, rows: KvRows, start: int = 0) -> KvRows:
         """See `Candidate.map`; computed in float32."""
-        positions = torch.arange(len(rows))
+        positions = torch.arange(start, start + len(rows))
         turn = rotary_table(self._target.rope, positions)
         strip = rotary_table(self._source.rope, positions)
         content = [strip_rope(k.float(), strip) if self._strip else k.float() for k in rows.keys]
@@ -82,10 +82,12 @@ class MapperCandidate:
     def __init__(self, mapper: Mapper) -> None:
         self._mapper = mapper
 
-    def map(self, rows: KvRows) -> KvRows:
+    def map(self, rows: KvRows, start: int = 0) -> KvRows:
         """See `Candidate.map`."""
         manifest = self._mapper.manifest
-        source = SourceRows(rows.keys, rows.values, torch.arange(len(rows)), manifest.source.rope)
+        source = SourceRows(
+            rows.keys, rows.values, torch.arange(start, start + len(rows)), manifest.source.rope
+        )
         dtype = getattr(torch, manifest.target.dtype)
         with torch.inference_mode():
             pairs = [self._mapper.map_layer(n, source) for n in range(manifest.target.geometry.num_layers)]

@@ -111,10 +111,10 @@ class _Chain:
     def __init__(self, steps: list[AffineCandidate]) -> None:
         self._steps = steps
 
-    def map(self, rows: KvRows) -> KvRows:
+    def map(self, rows: KvRows, start: int = 0) -> KvRows:
         """See `Candidate.map`."""
         for step in self._steps:
-            rows = step.map(rows)
+            rows = step.map(rows, start)
         return rows
 
 
