@@ -80,6 +80,7 @@ def command(
     """
     _demand_harness()
     import torch
+    from transformers.utils import logging
 
     from kvhub.cli.models import load_models, locate_models
     from kvhub.files import check_output, write_output
@@ -91,6 +92,7 @@ def command(
     from kvhub.tasks.run import Task, TaskSettings, run_tasks
     from kvhub.tasks.scores import require_arms
 
+    logging.disable_progress_bar()
     if not names and conversations is None:
         raise BadInput("there is no task", "give --task NAME[=FILE], or --conversations FILE")
     tasks = [Task.parse(name) for name in names]
@@ -149,13 +151,18 @@ def _print(scores: list[TaskScores], turns: list[Turn]) -> None:
     if len(scores) > 1:
         total = overall(scores)
         click.echo(
-            f"mean retention {total.retention:.3f}, floor-normalised {total.floor_normalised:.3f}, "
-            f"worst {total.worst_task} {total.worst_retention:.3f}"
+            f"mean retention {_number(total.retention)}, "
+            f"floor-normalised {_number(total.floor_normalised)}, "
+            f"worst {total.worst_task} {_number(total.worst_retention)}"
         )
     for turn in turns:
         arms = "  ".join(f"{arm} {_shown(value)}" for arm, value in turn.f1.items())
         click.echo(f"turn {turn.turn:<3} n {turn.n:<4} F1 {arms}  drift {_shown(turn.drift)}")
     sys.stdout.flush()
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if value == value else "undefined"
 
 
 def _shown(value: Estimate) -> str:

@@ -175,15 +175,36 @@ def _accuracy(name: str, samples: list[dict[str, Any]]) -> tuple[str, float, Arr
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The harness and the libraries under it log and warn much; only errors are kept."""
+    """The harness and the libraries under it log, warn and draw bars; only errors are kept.
+
+    It also asks git for the commit of whatever directory it is run in, which complains where there is none.
+    """
     names = ("lm_eval", "lm-eval", "datasets", "evaluate")
     levels = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        import lm_eval.api.model
+        import lm_eval.api.task
+        import lm_eval.evaluator
+
+        loud: list[tuple[Any, str, Any]] = [
+            (lm_eval.api.model, "tqdm", _no_bar),
+            (lm_eval.api.task, "tqdm", _no_bar),
+            (lm_eval.evaluator, "get_git_commit_hash", lambda: None),
+        ]
+        kept = [getattr(module, name) for module, name, _ in loud]
+        for module, name, quiet in loud:
+            setattr(module, name, quiet)
         try:
             yield
         finally:
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
+            for (module, name, _), old in zip(loud, kept, strict=True):
+                setattr(module, name, old)
+
+
+def _no_bar(items: Any, *_: Any, **__: Any) -> Any:
+    return items

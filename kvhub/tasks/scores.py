@@ -1,7 +1,7 @@
 """From answers, item by item, to retention and its relatives, with paired intervals.
 
     retention         mapped / native, of accuracies (arXiv 2608.03893, section 4)
-    floor-normalised  (mapped - chance) / (native - chance)
+    floor-normalised  (mapped - chance) / (native - chance), undefined where native is not above chance
     gap recovered     (mapped - source) / (native - source)
     loss              native - mapped
 
@@ -67,7 +67,7 @@ def task_scores(
             base = mean(weights, floor)
             part, whole = mean(weights, mapped) - base, mean(weights, native) - base
             with np.errstate(divide="ignore", invalid="ignore"):
-                found: Array = np.where(whole == 0, np.nan, part / whole)
+                found: Array = np.where(whole > 0, part / whole, np.nan)
             return found
 
         return draw.estimate(statistic)
@@ -91,20 +91,27 @@ def task_scores(
 
 @dataclass(frozen=True)
 class Overall:
-    """Over tasks, each with the same weight."""
+    """Over tasks, each with the same weight; NaN where no task has the figure."""
 
     retention: float
     floor_normalised: float
+    """Of the tasks that native does better than guessing."""
     worst_task: str
     worst_retention: float
 
 
 def overall(tasks: list[TaskScores]) -> Overall:
     """Means over tasks, and the task that retains least; a mean alone hides the task that breaks."""
-    worst = min(tasks, key=lambda task: task.retention.value)
+
+    def mean(values: list[float]) -> float:
+        known = [value for value in values if not np.isnan(value)]
+        return float(np.mean(known)) if known else float("nan")
+
+    kept = [task.retention.value for task in tasks]
+    worst = int(np.argmin(np.nan_to_num(kept, nan=np.inf)))
     return Overall(
-        retention=float(np.mean([task.retention.value for task in tasks])),
-        floor_normalised=float(np.mean([task.floor_normalised.value for task in tasks])),
-        worst_task=worst.name,
-        worst_retention=worst.retention.value,
+        retention=mean(kept),
+        floor_normalised=mean([task.floor_normalised.value for task in tasks]),
+        worst_task=tasks[worst].name,
+        worst_retention=kept[worst],
     )

@@ -31,6 +31,12 @@ def test_a_share_of_nothing_has_no_meaning():
     assert level.gap_recovered is None
     none = task_scores("none", "acc", 0.0, {"native": NATIVE * 0, "mapped": MAPPED})
     assert math.isnan(none.retention.value)
+    guess = task_scores("guess", "acc", 0.9, {"native": NATIVE, "mapped": MAPPED})
+    assert math.isnan(guess.floor_normalised.value)  # it was above 1 where mapped was further below chance
+    total = overall([none, guess])
+    assert (total.worst_task, total.retention) == ("guess", guess.retention.value)
+    assert math.isnan(total.floor_normalised)
+    assert math.isnan(overall([none]).worst_retention)
 
 
 def test_the_same_seed_gives_the_same_interval():
