@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ class Exchange(Protocol):
 
     def header(self, key: bytes) -> BlockHeader | None:
         """The header of a block, or None where there is none (or a damaged one)."""
+
+    def headers(self, keys: Sequence[bytes]) -> list[BlockHeader | None]:
+        """`header` of each key, in their order; in as few round trips as the store allows."""
 
     def get(self, key: bytes, *, model: str, layout: Layout) -> Block:
         """Read and check one block. Raises `BlockMissing` or `BlockCorrupt`."""

@@ -13,6 +13,7 @@ import os
 import stat
 import tempfile
 import time
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,6 +75,9 @@ class DirectoryExchange:
                 raise FileNotFoundError(errno.ENOENT, "the directory is gone") from None
             return None
         return header if header.key == key.hex() else None
+
+    def headers(self, keys: Sequence[bytes]) -> list[BlockHeader | None]:
+        return [self.header(key) for key in keys]
 
     def get(self, key: bytes, *, model: str, layout: Layout) -> Block:
         try:

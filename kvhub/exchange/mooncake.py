@@ -17,6 +17,7 @@ import contextlib
 import errno
 import socket
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvhub.errors import NotFound, Unreachable
@@ -42,6 +43,8 @@ _HEADER_READ = PREFIX + 12 + MAX_HEADER
 # ErrorCode of Mooncake 0.3.13, mooncake-store/include/types.h: not there, not yet there, or going away
 _MISSING = frozenset({-703, -704, -707, -710, -712, -714})
 _INVALID, _NO_SPACE = -600, -200
+_AT_ONCE = 256
+"""Headers in one call, so that what a thread keeps registered for them stays at a quarter of a MiB."""
 _CONNECT_SECONDS = 5.0
 
 
@@ -70,8 +73,15 @@ class MooncakeExchange:
         """See `Exchange.header`; two small reads at most, the payload is not moved."""
         return self.headers([key])[0]
 
-    def headers(self, keys: list[bytes]) -> list[BlockHeader | None]:
-        """`header` of several keys in one call of the client."""
+    def headers(self, keys: Sequence[bytes]) -> list[BlockHeader | None]:
+        """`header` of several keys, in one call of the client for every 256."""
+        return [
+            header
+            for start in range(0, len(keys), _AT_ONCE)
+            for header in self._headers(keys[start : start + _AT_ONCE])
+        ]
+
+    def _headers(self, keys: Sequence[bytes]) -> list[BlockHeader | None]:
         staging = self._staging(max(_HEADER_READ, len(keys) * _FIRST_READ))
         offsets = [index * _FIRST_READ for index in range(len(keys))]
         sizes = self._read_ranges(staging, keys, offsets, _FIRST_READ)
@@ -158,7 +168,7 @@ class MooncakeExchange:
         return header if header.key == key.hex() else None
 
     def _read_ranges(
-        self, staging: _Staging, keys: list[bytes], offsets: list[int], length: int
+        self, staging: _Staging, keys: Sequence[bytes], offsets: list[int], length: int
     ) -> list[int]:
         count = len(keys)
         found = self._client.get_into_ranges(

@@ -10,8 +10,9 @@ case `parts = 1`, and degrees may differ between writer and reader.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,6 +77,7 @@ class ShardedExchange:
         self.mine = mine
         self.publishes = publishes
         self._needs = dict(needs)
+        self._in_pieces: set[str] = set()
         totals = {mine.total, *(need.total for need in needs.values())}
         splits = {parts for total in totals for parts in range(1, total + 1) if total % parts == 0}
         self._splits = sorted(splits)
@@ -85,18 +87,28 @@ class ShardedExchange:
 
         What is in fewer pieces is preferred; the header is that of the first piece.
         """
-        found = self._find(key)
-        return found[1] if found is not None else None
+        return self.headers([key])[0]
+
+    def headers(self, keys: Sequence[bytes]) -> list[BlockHeader | None]:
+        """See `Exchange.headers`: two calls of the exchange of pieces for each way to split the heads."""
+        return [found[1] if found is not None else None for found in self._find(keys)]
 
     def get(self, key: bytes, *, model: str, layout: Layout) -> Block:
         """The heads of `needs[model]`, joined from the pieces that hold them; `layout` is theirs."""
         need = self._needs[model]
         if layout.num_kv_heads != need.count:
             raise ValueError(f"{layout} where {need} are needed")
-        found = self._find(key)
+        whole = layout.model_copy(update={"num_kv_heads": need.total})
+        if model not in self._in_pieces:  # then its header need not be asked for first
+            with contextlib.suppress(BlockMissing):
+                block = self.pieces.get(key, model=model, layout=whole)
+                return Block(block.header, _join([block], need.first, need.count))
+        [found] = self._find([key])
         if found is None:
             raise BlockMissing(key.hex())
         parts, header = found
+        if parts > 1:
+            self._in_pieces.add(model)
         if need.total % parts:
             raise BlockMissing(f"{key.hex()} in {parts} pieces of {need.total} heads")
         width = need.total // parts
@@ -133,15 +145,20 @@ class ShardedExchange:
             payload=payload,
         )
 
-    def _find(self, key: bytes) -> tuple[int, BlockHeader] | None:
+    def _find(self, keys: Sequence[bytes]) -> list[tuple[int, BlockHeader] | None]:
+        """For each block: in how many pieces it is there, and the header of the first; None: not whole."""
+        found: list[tuple[int, BlockHeader] | None] = [None] * len(keys)
         for parts in self._splits:
-            first = self.pieces.header(piece_key(key, 0, parts))
-            if first is None:
-                continue
-            rest = (self.pieces.header(piece_key(key, part, parts)) for part in range(1, parts))
-            if all(other is not None and other.lineage == first.lineage for other in rest):
-                return parts, first
-        return None
+            absent = [index for index, one in enumerate(found) if one is None]
+            first = self.pieces.headers([piece_key(keys[index], 0, parts) for index in absent])
+            begun = [(index, one) for index, one in zip(absent, first, strict=True) if one is not None]
+            rests = [piece_key(keys[index], part, parts) for index, _ in begun for part in range(1, parts)]
+            others = self.pieces.headers(rests) if rests else []
+            for number, (index, one) in enumerate(begun):
+                rest = others[number * (parts - 1) : (number + 1) * (parts - 1)]
+                if all(other is not None and other.lineage == one.lineage for other in rest):
+                    found[index] = (parts, one)
+        return found
 
 
 def _join(blocks: list[Block], offset: int, count: int) -> torch.Tensor:

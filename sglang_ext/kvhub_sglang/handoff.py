@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from kvhub.exchange import BLOCK_TOKENS, EXACT
-from kvhub_sglang.decide import Match, NeedsPrefix, Question, ask, compose, look_up, read, unsupported
+from kvhub_sglang.decide import Match, NeedsPrefix, Question, ask, compose, unsupported
 from kvhub_sglang.internal import Internal
 from kvhub_sglang.lineage import RowLineages
+from kvhub_sglang.lookup import look_up, read
 from kvhub_sglang.place import Pool, place, staged_runs
 from kvhub_sglang.plan import Plan
 from kvhub_sglang.refusal import Code, Refusal

@@ -21,7 +21,7 @@ from kvhub_sglang.workers import Budget, Workers
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvhub.exchange import Exchange, Layout, Lineage
+    from kvhub.exchange import BlockHeader, Exchange, Layout, Lineage
 
 _REMEMBERED = 1 << 17
 
@@ -64,8 +64,8 @@ class Publisher:
         def job() -> None:
             started = time.monotonic()
             try:
-                for block in blocks:
-                    stored[0] += self._store(model, layout, block)
+                for block, present in zip(blocks, self._present(blocks), strict=True):
+                    stored[0] += self._store(model, layout, block, present)
             except OSError as error:  # full or gone: nothing is owed to the exchange
                 self.metrics.error("exchange")
                 logger.warning("kvhub could not publish: %s", error)
@@ -84,12 +84,14 @@ class Publisher:
             done.wait(self.wait_seconds)
         return stored[0]
 
-    def _store(self, model: str, layout: Layout, block: Publication) -> int:
-        hops = block.lineage.hops
+    def _present(self, blocks: Sequence[Publication]) -> Sequence[BlockHeader | None]:
         try:
-            present = self.exchange.header(block.key)
+            return self.exchange.headers([block.key for block in blocks])
         except FileNotFoundError:  # all of it is gone; storing a block brings it back
-            present = None
+            return [None] * len(blocks)
+
+    def _store(self, model: str, layout: Layout, block: Publication, present: BlockHeader | None) -> int:
+        hops = block.lineage.hops
         if present is not None and present.lineage.hops <= hops:
             self._remember(block.key, present.lineage.hops)
             return 0

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvhub.exchange import BlockMissing, DirectoryExchange, Layout, Lineage, Namespace, chain_keys
+from kvhub.exchange import (
+    BlockHeader,
+    BlockMissing,
+    DirectoryExchange,
+    Layout,
+    Lineage,
+    Namespace,
+    chain_keys,
+)
 from kvhub.exchange.shards import HeadSlice, ShardedExchange, piece_key
 
 MODEL = "a" * 64
@@ -90,6 +99,57 @@ def test_a_block_is_there_when_all_its_pieces_are(tmp_path: Path) -> None:
     put(second)
     header = whole.header(KEY)
     assert header is not None and header.lineage == EXACT
+
+
+class Asked(DirectoryExchange):
+    """Notes how many headers were asked for in each call."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.asked: list[int] = []
+
+    def headers(self, keys: Sequence[bytes]) -> list[BlockHeader | None]:
+        self.asked.append(len(keys))
+        return super().headers(keys)
+
+
+def test_headers_of_many_blocks_cost_few_calls(tmp_path: Path) -> None:
+    """Whole, in halves, one half alone, in quarters of two lineages, absent: as one by one."""
+    keys = chain_keys(Namespace(MODEL, "exact"), list(range(64 * 20)))
+    store = Asked(tmp_path / "x")
+
+    def leave(key: bytes, parts: int, only: Sequence[int], lineages: Sequence[Lineage]) -> None:
+        width = HEADS // parts
+        for part, lineage in zip(only, lineages, strict=True):
+            rows = ROWS[:, :, :, part * width : (part + 1) * width]
+            name = piece_key(key, part, parts)
+            store.put(name, model=MODEL, position=0, layout=layout(width), lineage=lineage, payload=rows)
+
+    for index, key in enumerate(keys):
+        kind = index % 5
+        if kind == 0:
+            leave(key, 1, [0], [EXACT])
+        elif kind in (1, 2):
+            leave(key, 2, range(kind), [LOSSY] * kind)
+        elif kind == 3:
+            leave(key, 4, range(4), [EXACT, EXACT, EXACT, LOSSY])
+    everything = HeadSlice.everything(HEADS)
+    reader = ShardedExchange(store, {MODEL: everything}, everything)
+    found = reader.headers(keys)
+    assert len(store.asked) <= 6 and max(store.asked) <= 3 * len(keys)
+    assert found == [reader.header(key) for key in keys]
+    hops = [None if header is None else header.lineage.hops for header in found]
+    assert hops == [0, None, 1, None, None] * 4
+    assert torch.equal(reader.get(keys[2], model=MODEL, layout=layout(HEADS)).payload, ROWS)
+
+
+def test_a_whole_block_is_read_without_asking_for_its_header(tmp_path: Path) -> None:
+    store = Asked(tmp_path / "x")
+    everything = HeadSlice.everything(HEADS)
+    reader = ShardedExchange(store, {MODEL: everything}, everything)
+    put(reader)
+    store.asked.clear()
+    assert torch.equal(get(reader), ROWS) and store.asked == []
 
 
 def test_pieces_of_different_lineage_are_no_block(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ class FaultyExchange:
 
     delay: seconds by method name. fail: exceptions by method name. hang: methods that do not
     return before `release()`. before: called with the method's name, ahead of the real call.
+    `headers` has the faults of `header`. calls: how often each method was called.
     """
 
     def __init__(self, root: Path, **options: Any) -> None:
@@ -26,13 +28,15 @@ class FaultyExchange:
         self.hang: set[str] = set()
         self.before: Callable[[str], None] = lambda method: None
         self.threads: set[str] = set()
+        self.calls: Counter[str] = Counter()
         self._go_on = threading.Event()
 
     def release(self) -> None:
         """Let every hung call return."""
         self._go_on.set()
 
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, method: str, *args: Any, real: str = "", **kwargs: Any) -> Any:
+        self.calls[real or method] += 1
         self.threads.add(threading.current_thread().name)
         self.before(method)
         if method in self.hang:
@@ -40,10 +44,13 @@ class FaultyExchange:
         time.sleep(self.delay.get(method, 0))
         if method in self.fail:
             raise self.fail[method]
-        return getattr(self.real, method)(*args, **kwargs)
+        return getattr(self.real, real or method)(*args, **kwargs)
 
     def header(self, *args: Any, **kwargs: Any) -> Any:
         return self._call("header", *args, **kwargs)
+
+    def headers(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call("header", *args, real="headers", **kwargs)
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
         return self._call("get", *args, **kwargs)
