@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,9 @@ from kvhub.errors import BadInput, Corrupt, NotFound
 from kvhub.serving.policy import MapperPolicy, Policy
 
 _MAX_BYTES = 1 << 20
+_COLUMNS = (
+    "mapper", "decision", "tokens", "exact", "mapped", "computed", "reuse_ms", "compute_ms", "reason"
+)  # fmt: skip
 
 
 class _Served(MapperPolicy):
@@ -35,7 +37,7 @@ class _Read(Policy):
 @click.option("--tokens", metavar="N", type=click.IntRange(1, 1 << 24), required=True, help="Prompt tokens.")
 @click.option("--held", metavar="N", type=click.IntRange(0), default=0, help="Of them, held exactly there.")
 @click.option("--new", metavar="N", type=click.IntRange(0), default=1, help="Of them, new to both models.")
-@click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@output.format_option("table", "json", "tsv")
 def command(server: str, tokens: int, held: int, new: int, form: str) -> None:
     """Say whether SERVER would map a history or compute it.
 
@@ -47,7 +49,10 @@ def command(server: str, tokens: int, held: int, new: int, form: str) -> None:
         raise BadInput(f"{held} held and {new} new tokens are more than {tokens}")
     found = explain(settings, tokens, held, new)
     if form == "json":
-        click.echo(json.dumps(found, indent=1))
+        output.as_json(found)
+        return
+    if form == "tsv":
+        output.tsv(_COLUMNS, [{**row, "tokens": tokens} for row in found["mappers"]])
         return
     for row in found["mappers"]:
         click.echo(f"mapper {row['mapper'][:12]}: {row['decision']} ({output.clean(row['reason'])})")

@@ -75,6 +75,24 @@ def test_prefix_and_tail_are_computed(home: Path, capsys: pytest.CaptureFixture[
     assert (row["exact"], row["mapped"]) == (4, 960 - 32 - 4)
 
 
+def test_every_format_says_the_same(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = "b" * 64
+    write(home, mappers=[{"path": "x", "digest": d, "state": "ready"} for d in (M, other)])
+    said = {}
+    for form in ("table", "json", "tsv"):
+        assert run(["explain", "30000", "--tokens", "1000", "--format", form]) == 0
+        said[form] = capsys.readouterr().out
+    rows = json.loads(said["json"])["mappers"]
+    heading, *lines = [line.split("\t") for line in said["tsv"].splitlines()]
+    assert len(lines) == 2 and all(len(line) == len(heading) for line in lines)
+    for row, line in zip(rows, lines, strict=True):
+        found = dict(zip(heading, line, strict=True))
+        assert found.pop("tokens") == "1000"
+        assert found == {key: "" if row[key] is None else str(row[key]) for key in found}
+        assert f"mapper {row['mapper'][:12]}: {row['decision']}" in said["table"]
+    assert [row["decision"] for row in rows] == ["map", "compute"]  # the second was never timed
+
+
 @pytest.mark.parametrize(("server", "code"), [("1", 3), ("nowhere.json", 3)])
 def test_no_such_server(home: Path, server: str, code: int) -> None:
     assert run(["explain", server, "--tokens", "10"]) == code
