@@ -65,6 +65,13 @@ if TYPE_CHECKING:
     help="How long a request waits for its blocks.",
 )
 @click.option(
+    "--publish",
+    type=click.Choice(["all", "exact", "none"]),
+    default="all",
+    show_default=True,
+    help="Blocks left in the exchange; exact is enough where all servers allow one hop.",
+)
+@click.option(
     "--publish-wait-ms",
     metavar="MS",
     type=click.FloatRange(0, 10000),
@@ -99,6 +106,7 @@ def command(
     exact_prefix: int | None,
     native_tail: int,
     stage_wait_ms: float,
+    publish: str,
     publish_wait_ms: float,
     heal: bool,
     shadow: float,
@@ -145,6 +153,7 @@ def command(
         exact_prefix=exact_prefix,
         native_tail=native_tail,
         stage_wait_ms=stage_wait_ms,
+        publish=publish,
         publish_wait_ms=publish_wait_ms,
         heal=heal,
         shadow=shadow,

@@ -309,7 +309,7 @@ class KvhubRadixCache(QueueingCache):
             self._guarded("release", lambda: self._computed(req, plan), None)
         super().checkpoint(req, up_to=up_to, **kwargs)
         serving, pool = self.serving, self.pool
-        if serving is None or pool is None or not serving.settings.publish or not req.finished():
+        if serving is None or pool is None or serving.settings.publish == "none" or not req.finished():
             return
         if unsupported(req) is None and req.kv.req_pool_idx is not None:
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]

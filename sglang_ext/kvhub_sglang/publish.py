@@ -24,6 +24,8 @@ def publish(
     published by whoever computed them.
     """
     lossy = plan is not None and plan.lossy
+    if lossy and serving.settings.publish == "exact":
+        return 0
     tenant = plan.tenant if plan is not None else (req.cache_salt or "", req.extra_key or "")
     keys = chain_keys(
         Namespace(serving.digest, "lossy" if lossy else "exact", tenant),

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from kvhub.errors import BadInput, NotFound
 from kvhub.model.identity import Sha256
@@ -34,8 +35,9 @@ class ServingSettings(Policy):
     exchange: str
     """Directory of the exchange."""
     exchange_max_bytes: int = Field(default=4 << 30, ge=1 << 20)
-    publish: bool = True
-    """Leave finished blocks in the exchange."""
+    publish: Literal["all", "exact", "none"] = "all"
+    """Which finished blocks are left in the exchange. exact: those with no mapper under them, which is
+    all that anybody can read where every server of the exchange has `max_hops` 1."""
     mappers: list[ServedMapper] = Field(default_factory=list)
     lineage_mappers: list[Sha256] = Field(default_factory=list)
     """Digests of mappers applied by other servers that may lie under a mapped block
@@ -65,6 +67,12 @@ class ServingSettings(Policy):
     """Bytes of mappers kept ready for the kernels; the least recently used goes first. None: all of them."""
     model_path: str | None = None
     """Where the served weights are, if the server was started by another name."""
+
+    @field_validator("publish", mode="before")
+    @classmethod
+    def _yes_or_no(cls, value: Any) -> Any:
+        """What files written for version 0.1 say."""
+        return {True: "all", False: "none"}[value] if isinstance(value, bool) else value
 
 
 def load_settings(environment: dict[str, str] | None = None) -> ServingSettings:

@@ -36,9 +36,7 @@ def exported() -> str:
         mappers=[(DIGEST, "org/small", True), ("ef" * 32, "org/tiny\x1b[31m", False)],
     )  # fmt: skip
     for number in range(4):
-        metrics.request(
-            Report(prompt=100, mapped=64, exact=16, reason=Code.MAPPED, milliseconds=4.0)
-        )
+        metrics.request(Report(prompt=100, mapped=64, exact=16, reason=Code.MAPPED, milliseconds=4.0))
         metrics.shadow(DIGEST, kl=0.02 * number, agree=number > 0)
     metrics.request(Report(prompt=100, reason=Code.NO_SOURCE, milliseconds=1.0))
     metrics.lookups(9, 1)
