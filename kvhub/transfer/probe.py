@@ -80,7 +80,7 @@ def probe_pair(
     kernels = head_kernels(inputs[0]), head_kernels(inputs[1])
     parts = folds(len(windows), length, FOLDS)
     scores = cross_validated_scores(kernels, outputs, source.identity.geometry.features, parts)
-    tails = [_Tail(target, window, tail) for window in windows]
+    tails = [_Tail(target, window, one) for window, one in zip(windows, seen, strict=True)]
     outcomes = []
     for number, (k, support) in enumerate(candidates):
         chosen = top_layers(scores, k)
@@ -96,14 +96,14 @@ def probe_pair(
 
 
 class _Tail:
-    """The native tail of one window, to compare mapped ones with."""
+    """The native tail of one window, to compare mapped ones with: on the rows that were observed."""
 
-    def __init__(self, target: LoadedModel, window: Tensor, tail: int) -> None:
-        self._target, self._split = target, len(window) - tail
+    def __init__(self, target: LoadedModel, window: Tensor, seen: Observation) -> None:
+        self._target, self._split = target, seen.split
         self._tokens, self._labels = window[self._split : -1], window[self._split + 1 :]
-        self._native, _ = run(target.model, window[:-1], keep=tail - 1)
+        self._native, _ = run(target.model, self._tokens, start=self._split, rows=seen.prefix)
         self._nll = compare_logits(self._native, self._native, self._labels).nll
-        self.count = tail - 1
+        self.count = len(self._tokens)
         self.empty = self.of(None)[1]
 
     def of(self, rows: KvRows | None) -> tuple[float, float, float]:
