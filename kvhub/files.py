@@ -1,20 +1,51 @@
-"""Small files, written whole or not at all."""
+"""Small files, written whole or not at all; and what a failed write means to a person."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvhub.errors import AccessDenied, BadInput, KvhubError
 
+ROOM = "free some space, or write somewhere else; nothing was kept"
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Replace a small file in one step. Errors: `AccessDenied`, `KvhubError`."""
-    # Not made from the name of `path`, which may be as long as a name can be; of this writer alone.
-    temporary = path.parent / f".writing-{os.getpid()}-{secrets.token_hex(4)}"
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk, a quota or the largest file that may be has been reached."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def unwritable(path: Path, error: OSError, hint: str = "check who owns it") -> KvhubError:
+    """What to say where `path` could not be written. hint: for whom may not write there."""
+    if is_full(error):
+        return KvhubError(f"cannot write {path}: the disk is full", ROOM)
+    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        return AccessDenied(f"{path} may not be written", hint)
+    return KvhubError(f"cannot write {path}: {error.strerror or error}")
+
+
+@contextmanager
+def writing(path: Path, hint: str = "check who owns it") -> Iterator[None]:
+    """`OSError`s of a write as `AccessDenied` or `KvhubError`, one line each."""
     try:
+        yield
+    except OSError as error:
+        raise unwritable(path, error, hint) from None
+
+
+def write_bytes(path: Path, data: bytes, *, by: Path | None = None) -> None:
+    """Replace a small file in one step. Errors: `AccessDenied`, `KvhubError`.
+
+    by: the directory of the unfinished file, on the same disk, where `path`'s own must not show one.
+    """
+    # Not made from the name of `path`, which may be as long as a name can be; of this writer alone.
+    temporary = (by or path.parent) / f".writing-{os.getpid()}-{secrets.token_hex(4)}"
+    with writing(path):
         try:
             with temporary.open("xb") as file:
                 file.write(data)
@@ -24,10 +55,6 @@ def write_bytes(path: Path, data: bytes) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    except PermissionError:
-        raise AccessDenied(f"{path.parent} may not be written") from None
-    except OSError as error:
-        raise KvhubError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def check_output(path: Path) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from kvhub.errors import BadInput, KvhubError
-from kvhub.files import check_output, write_bytes, write_output
+from kvhub.errors import AccessDenied, BadInput, KvhubError
+from kvhub.files import check_output, write_bytes, write_output, writing
 
 
 @pytest.fixture
@@ -52,6 +53,22 @@ def test_what_fails_is_told_once_and_leaves_nothing(crowded: Path, name: str) ->
     with pytest.raises(KvhubError, match="cannot write"):
         write_bytes(crowded / name, b"new")
     assert not list(crowded.rglob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "says"),
+    [
+        (errno.ENOSPC, KvhubError, "cannot write f: the disk is full"),
+        (errno.EDQUOT, KvhubError, "cannot write f: the disk is full"),
+        (errno.EACCES, AccessDenied, "f may not be written"),
+        (errno.EROFS, AccessDenied, "f may not be written"),
+        (errno.ENAMETOOLONG, KvhubError, "cannot write f: File name too long"),
+    ],
+)
+def test_what_a_failed_write_means(number: int, kind: type[KvhubError], says: str) -> None:
+    with pytest.raises(KvhubError) as caught, writing(Path("f")):
+        raise OSError(number, os.strerror(number))
+    assert (type(caught.value), caught.value.message) == (kind, says)
 
 
 def test_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:

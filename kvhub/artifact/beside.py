@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
 from pydantic import ValidationError
 
 from kvhub.artifact.manifest import Manifest
-from kvhub.errors import AccessDenied, Corrupt, Incompatible, KvhubError, NotFound
+from kvhub.errors import Corrupt, Incompatible, NotFound
+from kvhub.files import write_bytes, writing
 from kvhub.strict_json import first_fault, parse_object, read_bounded
 
 
@@ -59,25 +58,8 @@ def write_beside(directory: Path, name: str, data: bytes) -> Path:
     if not directory.is_dir():
         raise NotFound(f"no such mapper: {directory}", "kvhub list shows what is registered")
     path = directory / name
-    temporary: Path | None = None
-    try:
+    with writing(path):
         path.parent.mkdir(exist_ok=True)
-        # Outside the artifact until it is whole: a leftover inside would read as a foreign file.
-        descriptor, made = tempfile.mkstemp(
-            prefix=f".{directory.name[:64]}.", dir=directory.absolute().parent
-        )
-        temporary = Path(made)
-        with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor, not a path
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except PermissionError:
-        raise AccessDenied(f"{directory} may not be written", "check who owns it") from None
-    except OSError as error:
-        raise KvhubError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+    # Outside the artifact until it is whole: a leftover inside would read as a foreign file.
+    write_bytes(path, data, by=directory.absolute().parent)
     return path

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from kvhub.artifact.layout import CONFIG, INDEX, MANIFEST, SHARD_BYTES, shard_name
 from kvhub.artifact.manifest import FileEntry, Manifest
-from kvhub.artifact.tensors import expected_tensors, stored_bytes, stored_dtype
-from kvhub.errors import AccessDenied, BadInput, KvhubError
+from kvhub.artifact.stream import write_stream
+from kvhub.artifact.tensors import Shape, expected_tensors, stored_bytes, stored_dtype
+from kvhub.errors import BadInput
+from kvhub.files import writing
 from kvhub.model.identity import canonical_json
 
 
 def write_artifact(directory: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:
     """Write manifest, weights, index and config.json into `directory`, which must not hold anything.
 
-    tensors: exactly `expected_tensors(manifest)`, in any float dtype; stored as `stored_dtype` says.
+    tensors: exactly `expected_tensors(manifest)`, in any float dtype; stored as `stored_dtype` says. Each is
+    asked for once, when it is written, and not kept: a mapping may make it then.
     `manifest.files` is ignored; the returned manifest has it filled. The directory appears by one
     rename, so a crash, a full disk or Ctrl-C leaves nothing behind that looks like an artifact.
     Errors: `BadInput` (directory in use; tensors missing, misshapen or not finite), `AccessDenied`,
@@ -35,7 +35,7 @@ def write_artifact(directory: Path, manifest: Manifest, tensors: Mapping[str, Te
     directory = directory.absolute()
     if _in_use(directory):
         raise BadInput(f"{directory} exists already", "choose another directory, or remove it first")
-    with _explained(directory):
+    with writing(directory, "choose another directory"):
         directory.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name[:64]}.", dir=directory.parent))
         try:
@@ -61,22 +61,18 @@ def _check(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
     if set(tensors) != set(expected):
         wrong = min(set(tensors) ^ set(expected))
         raise BadInput(f"tensor {wrong!r} is {'missing' if wrong in expected else 'not part of the mapper'}")
-    for name, shape in expected.items():
-        if tuple(tensors[name].shape) != shape:
-            raise BadInput(f"tensor {name!r} is {list(tensors[name].shape)}, not {list(shape)}")
 
 
 def _fill(directory: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:
-    shards = list(_shards(manifest))
+    shards, shapes = list(_shards(manifest)), expected_tensors(manifest)
     entries: list[FileEntry] = []
     weight_map: dict[str, str] = {}
     total = 0
     for index, names in enumerate(shards):
-        stored = {name: _stored(name, tensors[name], manifest) for name in names}
-        total += sum(tensor.nbytes for tensor in stored.values())
         file = shard_name(index, len(shards))
         weight_map |= dict.fromkeys(names, file)
-        entries.append(_write(directory / file, save(stored, metadata={"format": "pt"})))
+        total += sum(stored_bytes(name, shapes[name], manifest) for name in names)
+        entries.append(_shard(directory / file, {name: shapes[name] for name in names}, manifest, tensors))
     if len(shards) > 1:
         listing = {"metadata": {"total_size": total}, "weight_map": weight_map}
         entries.append(_write(directory / INDEX, canonical_json(listing) + b"\n"))
@@ -105,8 +101,23 @@ def _shards(manifest: Manifest) -> Iterator[list[str]]:
     yield shard
 
 
-def _stored(name: str, tensor: Tensor, manifest: Manifest) -> Tensor:
-    stored = tensor.detach().to("cpu", getattr(torch, stored_dtype(name, manifest))).contiguous()
+def _shard(
+    path: Path, shapes: Mapping[str, Shape], manifest: Manifest, tensors: Mapping[str, Tensor]
+) -> FileEntry:
+    kinds = {name: (getattr(torch, stored_dtype(name, manifest)), shape) for name, shape in shapes.items()}
+    with path.open("xb") as file:
+        digest, size = write_stream(
+            file, kinds, lambda name: _stored(name, tensors[name], *kinds[name]), {"format": "pt"}
+        )
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(name=path.name, sha256=digest, size=size)
+
+
+def _stored(name: str, tensor: Tensor, dtype: torch.dtype, shape: Shape) -> Tensor:
+    if tuple(tensor.shape) != shape:
+        raise BadInput(f"tensor {name!r} is {list(tensor.shape)}, not {list(shape)}")
+    stored = tensor.detach().to("cpu", dtype)
     if not bool(torch.isfinite(stored).all()):
         raise BadInput(
             f"tensor {name!r} has NaN or infinite values", "raise the regularisation or check the text"
@@ -150,16 +161,3 @@ def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
-
-
-@contextmanager
-def _explained(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except PermissionError:
-        raise AccessDenied(f"{directory} may not be written", "choose another directory") from None
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        reason = "the disk is full" if full else (error.strerror or str(error))
-        hint = "free some space, or write somewhere else; nothing was kept" if full else ""
-        raise KvhubError(f"cannot write {directory}: {reason}", hint) from None

@@ -138,6 +138,10 @@ def run(argv: list[str] | None = None) -> int:
         )
     except Exception as error:  # the last line of defence: no user sees a traceback
         from kvhub.cli import output
+        from kvhub.files import is_full
+
+        if is_full(error):  # in a library, which writes where it likes
+            return _fail("the disk is full", "free some space, or set KVHUB_HOME or HF_HOME elsewhere", 1)
 
         if _interrupted(error):  # some libraries turn a Ctrl-C during an import into an error of their own
             click.echo("Interrupted", err=True)

@@ -6,7 +6,8 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvhub.errors import AccessDenied, KvhubError
+from kvhub.errors import KvhubError
+from kvhub.files import write_output
 from kvhub.store.coverage import Coverage, Standing, today
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ COLOURS: dict[Standing, str] = {
 
 
 def matrix_picture(table: Coverage, path: Path) -> None:
-    """Write the table as PNG, whole or not at all. Errors: `AccessDenied`, `KvhubError`."""
+    """Write the table as PNG, whole or not at all. Errors: `KvhubError`, and those of `write_output`."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -35,14 +36,7 @@ def matrix_picture(table: Coverage, path: Path) -> None:
     _draw(figure, table)
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=150)
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        temporary.write_bytes(data.getvalue())
-        temporary.replace(path)
-    except OSError as error:
-        raise AccessDenied(f"cannot write {path}: {error.strerror}", "give another --output") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_output(path, data.getvalue())
 
 
 def _draw(figure: Figure, table: Coverage) -> None:

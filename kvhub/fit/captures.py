@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvhub.errors import AccessDenied, Corrupt, KvhubError
+from kvhub.errors import Corrupt, KvhubError
+from kvhub.files import writing
 from kvhub.fit.capture import Capture
 from kvhub.fit.store import raw_bytes, write_bytes, write_tensors
 from kvhub.fit.text import token_digest
@@ -38,14 +39,10 @@ class CaptureStore:
 
     def prepare(self) -> None:
         """Make the directory. Errors: `AccessDenied`, `KvhubError`."""
-        try:
+        with writing(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             for path in self.directory.glob(".writing-*"):  # of a process that was killed
                 path.unlink(missing_ok=True)
-        except PermissionError:
-            raise AccessDenied(f"{self.directory} may not be written") from None
-        except OSError as error:
-            raise KvhubError(f"{self.directory} cannot be used: {error.strerror}") from None
         described = self.directory / "model.json"
         if not described.exists():
             write_bytes(described, canonical_json(self.identity.model_dump(mode="json")) + b"\n")

@@ -24,7 +24,8 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvhub.errors import AccessDenied, BadInput, KvhubError, NotFound
+from kvhub.errors import BadInput, KvhubError, NotFound
+from kvhub.files import unwritable
 from kvhub.fit.moments import Moments, PairMoments
 from kvhub.fit.store import sha256_of, write_bytes, write_tensors
 from kvhub.model.identity import canonical_json
@@ -73,7 +74,7 @@ class Checkpoint:
                 f"another fit is at work on {self.directory}", "wait for it, or give another --checkpoint"
             ) from None
         except OSError as error:
-            raise AccessDenied(f"{self.directory} cannot be used: {error.strerror}") from None
+            raise unwritable(self.directory, error, "give another --checkpoint") from None
         try:
             self._open()
             yield self

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvhub.artifact.manifest import Manifest
-from kvhub.errors import AccessDenied, BadInput, KvhubError
+from kvhub.errors import BadInput, KvhubError
+from kvhub.files import writing
 from kvhub.fit.plot import plot_curve
 from kvhub.fit.run import Fitted
 from kvhub.fit.settings import FitSettings
@@ -54,7 +55,7 @@ def demand_space(
     free = shutil.disk_usage(existing).free
     if numbers * itemsize > free:
         raise KvhubError(
-            f"the mappers take {numbers * itemsize / 1e6:.0f} MB and {existing} has {free / 1e6:.0f} MB free",
+            f"the mappers take {numbers * itemsize / 1e6:.3g} MB and {existing} has {free / 1e6:.3g} MB free",
             "free some space, or choose another --output",
         )
 
@@ -71,25 +72,24 @@ def write(fitted: Sequence[Fitted], where: Sequence[Path] | None, mappers: Path,
     root = mappers if where is None else where[0].parent
     done: list[Path] = []
     stored: list[Stored] = []
-    try:
+    with writing(root, "give another --output"):
         root.mkdir(parents=True, exist_ok=True)
         staging = root / f".fit-{tag}"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(mode=0o700)
-    except PermissionError:
-        raise AccessDenied(f"{root} may not be written", "give another --output") from None
     try:
-        written = []
-        for number, one in enumerate(fitted):
-            directory = staging / str(number)
-            written.append((directory, write_artifact(directory, one.manifest, one.tensors)))
-            plot_curve(directory, one.manifest)
-        for number, (directory, manifest) in enumerate(written):
-            place = mappers / manifest.digest if where is None else where[number]
-            if not _there(place, manifest):
-                directory.rename(place)
-                done.append(place)
-            stored.append(Stored(place.absolute(), manifest))
+        with writing(root, "give another --output"):
+            written = []
+            for number, one in enumerate(fitted):
+                directory = staging / str(number)
+                written.append((directory, write_artifact(directory, one.manifest, one.tensors)))
+                plot_curve(directory, one.manifest)
+            for number, (directory, manifest) in enumerate(written):
+                place = mappers / manifest.digest if where is None else where[number]
+                if not _there(place, manifest):
+                    directory.rename(place)
+                    done.append(place)
+                stored.append(Stored(place.absolute(), manifest))
     except BaseException:
         for place in done:
             shutil.rmtree(place, ignore_errors=True)

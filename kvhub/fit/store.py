@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from kvhub.errors import AccessDenied, KvhubError
+from kvhub.artifact.stream import raw_bytes as raw_bytes
+from kvhub.artifact.stream import write_stream
 from kvhub.files import write_bytes as write_bytes
-from kvhub.model.identity import canonical_json
-
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-}
-_PIECE = 16 << 20
+from kvhub.files import writing
 
 
 def write_tensors(
@@ -34,52 +24,22 @@ def write_tensors(
     The library's own writer first copies every tensor; here the largest piece held twice is 16 MiB, so
     that saving moments does not double them. Errors: `AccessDenied`, `KvhubError` (disk full).
     """
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
-    for name, tensor in tensors.items():
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
-        at += tensor.nbytes
-    data = canonical_json(header)
-    data += b" " * (-len(data) % 8)
-    digest = hashlib.sha256()
     temporary: Path | None = None
-    try:
-        descriptor, name = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
-        temporary = Path(name)
-        with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor, not a path
-            for piece in (len(data).to_bytes(8, "little"), data):
-                digest.update(piece)
-                file.write(piece)
-            for tensor in tensors.values():
-                flat = tensor.detach().contiguous().reshape(-1)
-                step = max(1, _PIECE // tensor.element_size())
-                for start in range(0, flat.numel(), step):
-                    raw = raw_bytes(flat[start : start + step])
-                    digest.update(raw)
-                    file.write(raw)
-            file.flush()
-            os.fsync(descriptor)
-        temporary.replace(path)
-        temporary = None
-    except PermissionError:
-        raise AccessDenied(f"{path.parent} may not be written") from None
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        reason = "the disk is full" if full else (error.strerror or str(error))
-        raise KvhubError(f"cannot write {path}: {reason}", "free some space" if full else "") from None
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-    return digest.hexdigest()
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, not copied where it is in main memory."""
-    return memoryview(tensor.reshape(-1).cpu().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    with writing(path):
+        try:
+            descriptor, name = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
+            temporary = Path(name)
+            with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor, not a path
+                kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+                digest, _ = write_stream(file, kinds, tensors.__getitem__, metadata)
+                file.flush()
+                os.fsync(descriptor)
+            temporary.replace(path)
+            temporary = None
+        finally:
+            if temporary is not None:
+                temporary.unlink(missing_ok=True)
+    return digest
 
 
 def sha256_of(path: Path) -> str:

@@ -6,7 +6,6 @@ httpx2): nothing here names one.
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import time
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvhub import __version__
 from kvhub.errors import AccessDenied, BadInput, Corrupt, KvhubError, NotFound, Unreachable
+from kvhub.files import is_full
 from kvhub.hub.reference import parse
 from kvhub.strict_json import shown
 
@@ -124,7 +124,7 @@ def explain(error: Exception, what: str, revision: str | None = None) -> KvhubEr
         return _by_status(status, what, getattr(error, "server_message", None))
     if "Consistency check failed" in str(error):
         return Corrupt(f"a file of {what} arrived with another length than the Hub announced", "try again")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if is_full(error):
         return KvhubError(
             "the disk is full", "make room, or set KVHUB_HOME to another disk; nothing was kept"
         )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -12,7 +10,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kvhub.artifact.manifest import FileEntry, Manifest
-from kvhub.errors import AccessDenied, BadInput, Corrupt, Incompatible
+from kvhub.errors import BadInput, Corrupt, Incompatible
+from kvhub.files import write_output
 from kvhub.hub.reference import Reference, is_folder, parse
 from kvhub.model.identity import Record, Sha256, Text
 from kvhub.strict_json import first_fault, parse_object, read_bounded
@@ -106,15 +105,5 @@ def read_lock(path: Path) -> Lock:
 
 
 def write_lock(path: Path, lock: Lock) -> None:
-    """Write whole or not at all. Errors: `AccessDenied`."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(lock.to_bytes())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise AccessDenied(f"cannot write {path}: {error.strerror}", "--output names another file") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write whole or not at all. Errors: those of `write_output`."""
+    write_output(path, lock.to_bytes())

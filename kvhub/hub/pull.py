@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ from kvhub.catalog import (
     register,
 )
 from kvhub.errors import AccessDenied, Corrupt, KvhubError, Unreachable
+from kvhub.files import is_full
 from kvhub.hub import client, store
 from kvhub.hub.download import Progress, download_all
 from kvhub.hub.reference import Reference, parse
@@ -101,7 +101,7 @@ def fetch(
                 _check(staged)
             _keep(staged, final, manifest, evidence, remote, settings)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if is_full(error):
             raise client.explain(error, wanted.place) from error
         kind = AccessDenied if isinstance(error, PermissionError) else KvhubError
         raise kind(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from kvhub.errors import AccessDenied
+from kvhub.files import unwritable
 
 _STAGED = ".pull-"
 
@@ -25,7 +25,7 @@ def staging(store: Path) -> Iterator[Path]:
     try:
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise AccessDenied(f"{store} cannot be made: {error.strerror}", "set KVHUB_HOME") from None
+        raise unwritable(store, error, "set KVHUB_HOME") from None
     sweep(store)
     directory = store / f"{_STAGED}{uuid.uuid4().hex[:12]}"
     lock = FileLock(_lock_path(directory))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import shutil
 import tempfile
@@ -16,7 +15,8 @@ from torch import Tensor
 from kvhub import __version__
 from kvhub.artifact.manifest import Calibration, FitScores, Manifest
 from kvhub.artifact.read import verify_artifact
-from kvhub.errors import AccessDenied, BadInput, Incompatible, KvhubError, NotFound
+from kvhub.errors import BadInput, Incompatible, NotFound
+from kvhub.files import writing
 from kvhub.interop import kvtransfer, semantic_router, veloxquant
 from kvhub.interop.dense import Dense, from_artifact
 from kvhub.interop.streaming import Made, tensors_of
@@ -92,7 +92,7 @@ def export_mapper(directory: Path, output: Path, layout: str, *, drop_exact_pref
     dense = from_artifact(manifest, tensors_of(directory, manifest))
     if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
         raise BadInput(f"{output} exists already", "nothing is overwritten: choose another directory")
-    try:
+    with writing(output, "choose a directory that you may write"):
         output.parent.mkdir(parents=True, exist_ok=True)
         staged = Path(tempfile.mkdtemp(prefix=f".{output.name[:64]}.", dir=output.parent))
         try:
@@ -101,12 +101,6 @@ def export_mapper(directory: Path, output: Path, layout: str, *, drop_exact_pref
             staged.rename(output)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise KvhubError("the disk is full", "make room, or write elsewhere; nothing was kept") from None
-        raise AccessDenied(
-            f"cannot write {output}: {error.strerror}", "choose a directory that you may write"
-        ) from None
     return manifest
 
 

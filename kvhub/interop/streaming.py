@@ -5,7 +5,6 @@ A mapper has up to 12 GB; neither import nor export may hold all of it.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 from kvhub.artifact.listing import weight_shards
 from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.open import check_tensors
+from kvhub.artifact.stream import write_stream
 from kvhub.errors import Corrupt
 from kvhub.model.headers import read_header
 from kvhub.strict_json import shown
@@ -71,23 +71,9 @@ def tensors_of(directory: Path, manifest: Manifest) -> Made[str]:
 def write_safetensors(
     path: Path, shapes: Mapping[str, tuple[int, ...]], make: Callable[[str], Tensor]
 ) -> None:
-    """A safetensors file of float32 tensors, each made when it is its turn, on disk before this returns.
-
-    Format: 8 bytes little-endian length, JSON header padded with spaces to 8 bytes, tensors without gaps.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, shape in shapes.items():
-        size = 4 * torch.Size(shape).numel()
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    """A file of float32 tensors, each made when it is its turn, on disk before this returns."""
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in shapes.items():
-            tensor = make(name).to(torch.float32).contiguous()
-            assert tuple(tensor.shape) == tuple(shape), name
-            file.write(tensor.numpy().data)
+        kinds = {name: (torch.float32, shape) for name, shape in shapes.items()}
+        write_stream(file, kinds, make, {"format": "pt"})
         file.flush()
         os.fsync(file.fileno())

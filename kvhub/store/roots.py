@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
+from kvhub.files import write_bytes, writing
 from kvhub.hub.lockfile import read_lock
 from kvhub.settings import Settings
 from kvhub.strict_json import parse_object, read_bounded
@@ -15,12 +15,11 @@ from kvhub.strict_json import parse_object, read_bounded
 def remember(lock: Path, settings: Settings) -> None:
     """Note a lock file, so that `kvhub gc` keeps what it names for as long as it exists."""
     folder = settings.home / "roots"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = str(lock.absolute())
     note = folder / f"{hashlib.sha256(path.encode()).hexdigest()[:32]}.json"
-    temporary = note.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps({"path": path}) + "\n")
-    temporary.replace(note)
+    write_bytes(note, json.dumps({"path": path}).encode() + b"\n")
 
 
 def locked(settings: Settings) -> dict[str, Path]:

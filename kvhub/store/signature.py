@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from kvhub.artifact.beside import read_beside
+from kvhub.artifact.beside import read_beside, write_beside
 from kvhub.artifact.layout import SIGNATURE
 from kvhub.artifact.manifest import Manifest
-from kvhub.errors import AccessDenied, BadInput, Corrupt, KvhubError
+from kvhub.errors import BadInput, Corrupt, KvhubError
+from kvhub.files import unwritable, writing
 from kvhub.model.identity import Record, Sha256, canonical_json
 from kvhub.strict_json import read_bounded
 
@@ -65,10 +66,18 @@ def new_key(path: Path) -> str:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise BadInput(f"{path} exists already", "a key is never overwritten") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise BadInput(f"{path.parent} is not a directory", "make it, or choose another place") from None
     except OSError as error:
-        raise AccessDenied(f"cannot write {path}: {error.strerror}", "choose another place") from None
-    with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor, not a path
-        file.write(data)
+        raise unwritable(path, error, "choose another place") from None
+    try:
+        with writing(path), open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor, not a path
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+    except BaseException:
+        path.unlink(missing_ok=True)  # half a key is none, and would stand in the way of the next try
+        raise
     return _public(key)
 
 
@@ -89,16 +98,7 @@ def sign(directory: Path, manifest: Manifest, key: Path) -> Signature:
         public_key=_public(private),
         signature=private.sign(_message(manifest.digest)).hex(),
     )
-    temporary = directory.parent / f".{directory.name[:64]}.{os.getpid()}.signature"
-    try:
-        temporary.write_bytes(made.to_bytes())
-        temporary.replace(directory / SIGNATURE)
-    except OSError as error:
-        raise AccessDenied(
-            f"cannot write {directory / SIGNATURE}: {error.strerror}", "check who owns the directory"
-        ) from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_beside(directory, SIGNATURE, made.to_bytes())
     return made
 
 

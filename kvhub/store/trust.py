@@ -18,7 +18,8 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from kvhub.artifact.manifest import Manifest
-from kvhub.errors import AccessDenied, Corrupt, Incompatible, NotFound
+from kvhub.errors import Corrupt, Incompatible, NotFound
+from kvhub.files import write_bytes, writing
 from kvhub.model.identity import Record, Text
 from kvhub.settings import Settings
 from kvhub.store import signature as signatures
@@ -85,15 +86,10 @@ def load(settings: Settings | None = None) -> Policy:
 def save(policy: Policy, settings: Settings) -> None:
     """Write the policy, whole or not at all."""
     file = path(settings)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
+    with writing(file, "set KVHUB_TRUST"):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(policy.model_dump(mode="json"), indent=2, sort_keys=True) + "\n")
-        temporary.replace(file)
-    except OSError as error:
-        raise AccessDenied(f"cannot write {file}: {error.strerror}", "set KVHUB_TRUST") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    text = json.dumps(policy.model_dump(mode="json"), indent=2, sort_keys=True) + "\n"
+    write_bytes(file, text.encode())
 
 
 def provenance(directory: Path, manifest: Manifest, policy: Policy) -> Provenance:

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from support.mappers import make_identity, make_manifest, random_tensors
+from support.small_disk import small_disk
 
 from kvhub.artifact import write as module
 from kvhub.artifact.read import open_tensors, read_manifest, verify_artifact
 from kvhub.artifact.write import write_artifact
-from kvhub.errors import AccessDenied, BadInput
+from kvhub.errors import AccessDenied, BadInput, KvhubError
 
 
 def names(path):
@@ -117,6 +118,7 @@ import errno, resource, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 from support.mappers import make_identity, make_manifest, random_tensors
+from support.small_disk import small_disk
 from kvhub.artifact.write import write_artifact
 from kvhub.errors import KvhubError
 big = make_identity(num_layers=2, num_kv_heads=8, head_dim=64)
@@ -138,21 +140,14 @@ def test_a_write_that_fails_half_way_leaves_nothing(tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small tmpfs")
 def test_a_full_disk(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=False).returncode:
-        pytest.skip("may not mount here")
-    try:
+    with small_disk(tmp_path / "disk", "1m") as disk:
         big = make_identity(num_layers=2, num_kv_heads=8, head_dim=64)
         manifest = make_manifest(big, big)
-        with pytest.raises(module.KvhubError, match="disk is full") as caught:
+        with pytest.raises(KvhubError, match="disk is full") as caught:
             write_artifact(disk / "m", manifest, random_tensors(manifest))
         assert "nothing was kept" in caught.value.hint
         assert list(disk.iterdir()) == []
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
