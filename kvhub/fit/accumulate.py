@@ -48,31 +48,30 @@ def accumulate(
     moments.share(team.rank, team.size)
     done = checkpoint.restore(moments) if checkpoint else 0
     widths = moments.key.x.numel(), moments.key.y.numel()
-    behind = Behind()
     tell("capture", done, len(windows))
-    while done < len(windows):
-        turn = windows[done : done + team.size]
-        positions = [row_positions(len(w), settings.stride, settings.exact_prefix) for w in turn]
-        rows: Rows | None = None
-        if team.rank < len(turn):
-            window, chosen = turn[team.rank], positions[team.rank]
-            weight = settings.first_weight
-            rows = (
-                repeated(source.capture(window).rows(chosen), chosen, weight),
-                repeated(target.capture(window).rows(chosen), chosen, weight),
-            )
-        counts = [len(p) + extra(p, settings.first_weight) for p in positions]
-        for one in team.gather(rows, counts, widths):
-            behind.run(moments.add, *one)
-        done += len(turn)
-        if checkpoint and done < len(windows) and team.agree(checkpoint.due(done)):
-            behind.wait()
-            team.collect(moments)
-            if team.first:
-                checkpoint.save(moments, done)
-            team.wait()
-        tell("capture", done, len(windows))
-    behind.close()
+    with Behind() as behind:
+        while done < len(windows):
+            turn = windows[done : done + team.size]
+            positions = [row_positions(len(w), settings.stride, settings.exact_prefix) for w in turn]
+            rows: Rows | None = None
+            if team.rank < len(turn):
+                window, chosen = turn[team.rank], positions[team.rank]
+                weight = settings.first_weight
+                rows = (
+                    repeated(source.capture(window).rows(chosen), chosen, weight),
+                    repeated(target.capture(window).rows(chosen), chosen, weight),
+                )
+            counts = [len(p) + extra(p, settings.first_weight) for p in positions]
+            for one in team.gather(rows, counts, widths):
+                behind.run(moments.add, *one)
+            done += len(turn)
+            if checkpoint and done < len(windows) and team.agree(checkpoint.due(done)):
+                behind.wait()
+                team.collect(moments)
+                if team.first:
+                    checkpoint.save(moments, done)
+                team.wait()
+            tell("capture", done, len(windows))
     moments.fold()
     team.collect(moments)
     moments.flush()

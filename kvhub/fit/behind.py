@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
 from typing import Any
 
 
 class Behind:
-    """What a job raised, the next call raises."""
+    """What a job raised, the next call raises. Used as a context, at whose end nothing runs any more.
+
+    Where the context is left by an error, that one is raised and not the last job's.
+    """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "kvhub-moments")
@@ -29,9 +33,14 @@ class Behind:
         if job is not None:
             job.result()
 
-    def close(self) -> None:
-        """Wait, and end the thread."""
+    def __enter__(self) -> Behind:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
-            self.wait()
+            if kind is None:
+                self.wait()
         finally:
             self._pool.shutdown()
