@@ -24,7 +24,6 @@ from kvhub_registry import (
     MapperRow,
     ModelRecord,
     NotRegistered,
-    Registry,
     RegistryError,
     ScoreRecord,
     State,
@@ -37,6 +36,7 @@ if TYPE_CHECKING:  # listing needs none of these, and they cost a tenth of a sec
     from kvhub.artifact.manifest import Manifest
     from kvhub.evaluation.evidence import Evidence
     from kvhub.model.identity import ModelIdentity
+    from kvhub_registry import Registry
 
 _MEANING: tuple[tuple[type[RegistryError], type[KvhubError]], ...] = (
     (BadAddress, BadInput),
@@ -73,6 +73,8 @@ def open_registry(settings: Settings | None = None, *, read_only: bool = False) 
     `Incompatible`, `Unreachable`. Its methods raise `RegistryError`s, which the
     command line understands; libraries wrap them in `explained()`.
     """
+    from kvhub_registry import Registry  # SQLModel takes longer than reading one mapper
+
     with explained():
         return Registry.open((settings or Settings.load()).database_url, read_only=read_only)
 
@@ -146,22 +148,36 @@ def find(ref: str, settings: Settings | None = None) -> MapperRow:
 
     Errors: `NotFound`; `BadInput` where several fit (the hint lists them).
     """
-    with explained(), reading_registry(settings) as registry:
-        return registry.get(ref)
+    return look_up(ref, settings)[0]
 
 
-def history(digest: str, settings: Settings | None = None) -> list[EventRecord]:
-    """What happened to a mapper, oldest first."""
+def look_up(ref: str, settings: Settings | None = None) -> tuple[MapperRow, list[EventRecord]]:
+    """`find`, and what happened to the mapper, oldest first: quickly from SQLite where that can be."""
+    from kvhub_registry.quick import quick_get
+
+    settings = settings or Settings.load()
+    database = settings.database_file
+    quick = quick_get(database, ref) if database is not None else None
+    if quick is not None:
+        return quick
     with explained(), reading_registry(settings) as registry:
-        return registry.history(digest)
+        row = registry.get(ref)
+        return row, registry.history(row.digest)
 
 
 def directory_of(ref: str, settings: Settings | None = None) -> Path:
     """The artifact directory that `ref` names: a path, or a registered mapper's. Errors: `NotFound`."""
+    return local_directory(ref) or demand_files(find(ref, settings), settings)
+
+
+def local_directory(ref: str) -> Path | None:
+    """The directory that `ref` is the path of; None where it is a name."""
     local = Path(ref).expanduser()
-    if ("/" in ref or ref in (".", "..")) and local.is_dir():
-        return local.absolute()
-    row = find(ref, settings)
+    return local.absolute() if ("/" in ref or ref in (".", "..")) and local.is_dir() else None
+
+
+def demand_files(row: MapperRow, settings: Settings | None = None) -> Path:
+    """`files_of`, where they are there. Errors: `NotFound`, with the way to get them."""
     directory = files_of(row, settings)
     if not directory.is_dir():
         raise NotFound(
@@ -207,10 +223,11 @@ def remove(row: MapperRow, settings: Settings | None = None) -> bool:
     never a row without files.
     """
     settings = settings or Settings.load()
-    if not inside(Path(row.path), settings.mappers):
+    directory = files_of(row, settings)
+    if not inside(directory, settings.mappers):
         with explained(), open_registry(settings) as registry:
             registry.remove(row.digest)
-        return not Path(row.path).exists()
+        return not directory.exists()
     from kvhub.hub.store import exclusive
 
     settings.mappers.mkdir(parents=True, exist_ok=True)
@@ -223,7 +240,7 @@ def remove_locked(row: MapperRow, settings: Settings) -> None:
     """As `remove`, of a mapper in the store, by a caller that holds the store's lock."""
     with explained(), open_registry(settings) as registry:
         registry.remove(row.digest)
-    delete_tree(Path(row.path))
+    delete_tree(files_of(row, settings))
 
 
 def delete_tree(directory: Path) -> None:

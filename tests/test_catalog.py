@@ -25,6 +25,7 @@ from kvhub_registry import (
     BadAddress,
     Damaged,
     Denied,
+    Full,
     NotRegistered,
     RegistryError,
     State,
@@ -46,6 +47,7 @@ def test_every_registry_error_has_its_meaning() -> None:
         Unavailable: Unreachable,
         Damaged: Corrupt,
         TooNew: Incompatible,
+        Full: KvhubError,
     }
     for kind, meaning in expected.items():
         error = as_kvhub_error(kind("m", "h"))

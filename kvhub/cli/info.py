@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvhub.catalog import explained, files_of, reading_registry
+from kvhub.catalog import files_of, look_up
 from kvhub.cli import output
 from kvhub.cli.complete import MAPPER
 from kvhub.cli.listed import of_row, record
@@ -37,9 +37,7 @@ def command(mapper: str, form: str) -> None:
 
     MAPPER is a digest (six digits are enough), an alias, or 'source->target'.
     """
-    with explained(), reading_registry() as registry:
-        row = registry.get(mapper)
-        events = registry.history(row.digest)
+    row, events = look_up(mapper)
     manifest, evidence, problem = _files(row)
     if form == "json":
         output.as_json(
@@ -95,7 +93,7 @@ def _head(row: MapperRow, manifest: Manifest | None, events: list[EventRecord]) 
         ("exact prefix", f"{row.exact_prefix} positions, held by the target itself"),
         ("calibration", _calibration(row)),
         ("created", output.instant(row.created)),
-        ("files", f"{row.path} ({output.size(row.size)})"),
+        ("files", f"{files_of(row)} ({output.size(row.size)})"),
     ]
     if manifest is not None:
         lines.insert(5, ("layers", _layers(manifest)))

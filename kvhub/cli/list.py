@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from kvhub.cli import output
-from kvhub.cli.listed import listed, present, record
+from kvhub.cli.listed import listed, present, record, stored
 from kvhub.cli.output import Column
 from kvhub_registry.listing import STATES, Listed
 
@@ -64,15 +64,16 @@ def command(source: str | None, target: str | None, family: str | None, state: s
     none). Both on held-out text (kvhub eval); before that, R2 is the fit's own.
     """
     found = listed(source=source, target=target, family=family, state=state)
+    here = stored()
     if form == "json":
-        output.as_json_lines(record(one) for one in found)
+        output.as_json_lines(record(one, here) for one in found)
     elif form == "tsv":
-        output.tsv(FIELDS, [record(one) for one in found])
+        output.tsv(FIELDS, [record(one, here) for one in found])
     elif form == "quiet":
         for one in found:
             click.echo(one.digest)
     elif found:
-        output.table(COLUMNS, [_cells(one) for one in found])
+        output.table(COLUMNS, [_cells(one, here) for one in found])
     else:
         filtered = any((source, target, family, state))
         output.note(
@@ -80,7 +81,7 @@ def command(source: str | None, target: str | None, family: str | None, state: s
         )
 
 
-def _cells(row: Listed) -> dict[str, str]:
+def _cells(row: Listed, here: set[str]) -> dict[str, str]:
     cells = {
         "digest": row.digest[:12],
         "source": row.source,
@@ -92,7 +93,7 @@ def _cells(row: Listed) -> dict[str, str]:
         "cosine": output.number(row.cosine),
         "r2": f"{output.number(row.r2_key, 2)}/{output.number(row.r2_value, 2)}",
         "gap": output.number(row.gap),
-        "state": row.state if present(row) else f"{row.state}, files gone",
+        "state": row.state if present(row, here) else f"{row.state}, files gone",
         "size": output.size(row.size),
     }
     return {key: output.clean(value) for key, value in cells.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from kvhub_registry.listing import FIT_DOMAIN, Listed, Place, quick_list
@@ -76,8 +77,8 @@ def of_row(row: MapperRow) -> Listed:
     )
 
 
-def record(one: Listed) -> dict[str, object]:
-    """A mapper for programs: numbers as numbers, bytes, ISO 8601."""
+def record(one: Listed, here: Collection[str] | None = None) -> dict[str, object]:
+    """A mapper for programs: numbers as numbers, bytes, ISO 8601. here: `stored()`, for many."""
     return {
         "digest": one.digest,
         "source": one.source,
@@ -101,7 +102,7 @@ def record(one: Listed) -> dict[str, object]:
         "size": one.size,
         "created": one.created,
         "path": one.path,
-        "files_present": present(one),
+        "files_present": present(one, stored() if here is None else here),
         "source_revision": one.source_revision,
         "target_revision": one.target_revision,
         "aliases": one.aliases,
@@ -109,9 +110,19 @@ def record(one: Listed) -> dict[str, object]:
     }
 
 
-def present(one: Listed) -> bool:
-    """Whether its files are where the registry says."""
-    return os.path.isdir(one.path)  # noqa: PTH112 - half the time of a Path
+def stored() -> set[str]:
+    """Digests whose files are in this machine's store, by one look into it."""
+    from kvhub.settings import Settings
+
+    try:
+        return set(os.listdir(Settings.load().mappers))  # noqa: PTH208 - names, ten thousand of them
+    except OSError:
+        return set()
+
+
+def present(one: Listed, here: Collection[str]) -> bool:
+    """Whether its files are in this store, or where the registry says. here: `stored()`."""
+    return one.digest in here or os.path.isdir(one.path)  # noqa: PTH112 - half the time of a Path
 
 
 def _r2(row: MapperRow, metric: str) -> float | None:

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from kvhub.catalog import find, remove
+from kvhub.catalog import files_of, find, remove
 from kvhub.cli import output
 from kvhub.cli.complete import MAPPER
 from kvhub.errors import BadInput
@@ -27,7 +27,8 @@ def command(mapper: str, yes: bool) -> None:
         if not sys.stdin.isatty():
             raise BadInput("nobody to ask on this terminal", "add --yes")
         click.confirm(output.clean(f"Remove mapper {what}?"), abort=True, err=True)
+    directory = files_of(row)
     deleted = remove(row)
     click.echo(output.clean(f"removed {what}"))
     if not deleted:
-        output.note(f"its files stay in {row.path}")
+        output.note(f"its files stay in {directory}")

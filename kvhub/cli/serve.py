@@ -233,9 +233,11 @@ def _choose(
 def _check_files(row: MapperRow) -> None:
     """Refuse a damaged mapper here: the server itself would only log that it does not use it."""
     from kvhub.artifact.read import verify_artifact
+    from kvhub.catalog import files_of
 
-    if verify_artifact(Path(row.path), deep=True).digest != row.digest:
-        raise Corrupt(f"{row.path} holds another mapper than {row.digest[:12]}", "kvhub verify says more")
+    directory = files_of(row)
+    if verify_artifact(directory, deep=True).digest != row.digest:
+        raise Corrupt(f"{directory} holds another mapper than {row.digest[:12]}", "kvhub verify says more")
 
 
 def _lineage(mappers: list[MapperRow], max_hops: int, allow_draft: bool) -> list[str]:

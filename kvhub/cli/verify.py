@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvhub.catalog import demote, directory_of, files_of, find
+from kvhub.catalog import demand_files, demote, files_of, find, local_directory
 from kvhub.cli import output
 from kvhub.cli.complete import MAPPER
 from kvhub.errors import Corrupt, Incompatible, NotFound
@@ -29,8 +29,7 @@ def command(mapper: str, deep: bool) -> None:
     """
     from kvhub.store.verify import verify
 
-    directory = directory_of(mapper)
-    row = _registered(mapper, directory)
+    directory, row = _look_up(mapper)
     try:
         found = verify(directory, row, deep=deep)
     except (Corrupt, Incompatible) as error:
@@ -50,10 +49,14 @@ def command(mapper: str, deep: bool) -> None:
         output.note(note)
 
 
-def _registered(mapper: str, directory: Path) -> MapperRow | None:
-    """The row of these very files, where the registry has one."""
+def _look_up(mapper: str) -> tuple[Path, MapperRow | None]:
+    """Where the files are, and the row of these very files where the registry has one."""
+    given = local_directory(mapper)
     try:
         row = find(mapper)
     except NotFound:
-        return None
-    return row if files_of(row) == directory else None
+        if given is None:
+            raise
+        return given, None
+    directory = given or demand_files(row)
+    return directory, row if files_of(row) == directory else None

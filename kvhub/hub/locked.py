@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvhub.artifact.read import verify_artifact
-from kvhub.catalog import explained, find, open_registry, register
+from kvhub.catalog import explained, files_of, find, open_registry, register
 from kvhub.errors import BadInput, Corrupt, NotFound
 from kvhub.hub import client, store
 from kvhub.hub.download import Progress
@@ -49,7 +49,7 @@ def _here(entry: LockedMapper, settings: Settings) -> MapperRow | None:
     trust.demand_namespace(entry.repo, settings)
     try:
         row = find(entry.digest, settings)
-        directory = Path(row.path)
+        directory = files_of(row, settings)
     except NotFound:
         directory = settings.mappers / entry.digest
     try:

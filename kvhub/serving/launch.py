@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvhub.catalog import files_of
 from kvhub.errors import AccessDenied, BadInput, NotFound
+from kvhub.files import is_full, unwritable
 from kvhub.serving import cpu
 from kvhub_registry.records import MapperRow, State
 
@@ -61,7 +63,7 @@ def settings(
         "exchange_max_bytes": exchange_max_bytes,
         "mappers": [
             {
-                "path": row.path,
+                "path": str(files_of(row)),
                 "digest": row.digest,
                 "state": str(row.state),
                 "allow_draft": allow_draft and row.state is not State.READY,
@@ -88,7 +90,7 @@ def settings(
 
 
 def write_settings(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a settings file atomically, readable by its owner alone. Errors: `AccessDenied`."""
+    """Write a settings file atomically, readable by its owner alone. Errors: `AccessDenied`, `KvhubError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -102,6 +104,8 @@ def write_settings(path: Path, content: Mapping[str, Any]) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
+        if is_full(error):
+            raise unwritable(path, error) from None
         raise AccessDenied(f"cannot write serving settings {path}: {error.strerror}") from None
 
 

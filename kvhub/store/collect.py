@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from kvhub.catalog import inside, open_registry, remove_locked
+from kvhub.catalog import files_of, inside, open_registry, remove_locked
 from kvhub.errors import KvhubError
 from kvhub.hub import store
 from kvhub.settings import Settings
@@ -94,7 +94,8 @@ def collect(
                     kept.append(Kept(row, by or "a process has it loaded"))
                     continue
                 why = f"{row.state.value}: {row.state_reason}"
-                garbage.append(Garbage("mapper", Path(row.path), links.freed(Path(row.path)), why, row))
+                directory = files_of(row, settings)
+                garbage.append(Garbage("mapper", directory, links.freed(directory), why, row))
                 if not dry_run:
                     remove_locked(row, settings)
         gone = {item.path for item in garbage}
@@ -106,7 +107,7 @@ def collect(
 
 
 def _may_go(row: MapperRow, settings: Settings, drafts: bool, grace: float) -> bool:
-    if not inside(Path(row.path), settings.mappers):
+    if not inside(files_of(row, settings), settings.mappers):
         return False  # its files are somebody's own
     if row.state is State.RETIRED:
         return True

@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 from starlette.routing import Route
 
 from kvhub.catalog import explained, files_of, open_registry
-from kvhub.cli.listed import of_row, record
+from kvhub.cli.listed import of_row, record, stored
 from kvhub.errors import KvhubError, NotFound
 from kvhub.hub.search import local
 from kvhub.settings import Settings
@@ -65,8 +65,9 @@ def application(settings: Settings, *, hosts: tuple[str, ...] = LOCAL) -> Starle
         return FileResponse(files_of(row, settings) / "assets" / name, media_type="image/png")
 
     def listing(request: Request) -> Response:
+        here = stored()
         return JSONResponse(
-            [record(of_row(row)) for row in local(rows(), request.query_params.get("q", "")[:200])]
+            [record(of_row(row), here) for row in local(rows(), request.query_params.get("q", "")[:200])]
         )
 
     def style(_request: Request) -> Response:

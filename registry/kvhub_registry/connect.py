@@ -7,6 +7,7 @@ trial with eight), so every write transaction here begins with the lock:
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,15 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 from sqlmodel import Session
 
-from kvhub_registry.errors import BadAddress, Damaged, Denied, NotRegistered, RegistryError, Unavailable
+from kvhub_registry.errors import (
+    BadAddress,
+    Damaged,
+    Denied,
+    Full,
+    NotRegistered,
+    RegistryError,
+    Unavailable,
+)
 from kvhub_registry.files import read_only_address
 
 BUSY_SECONDS = 60
@@ -164,9 +173,20 @@ def translated(url: URL) -> Iterator[None]:
     try:
         yield
     except DBAPIError as error:
-        raise _explain(str(error.orig).strip(), where(url), url.get_backend_name()) from error
+        detail = str(error.orig).strip()
+        if "disk i/o error" in detail.lower() and _no_room(Path(where(url))):
+            detail = "disk is full"  # SQLite's word where it cannot make its log's index
+        raise _explain(detail, where(url), url.get_backend_name()) from error
     except SQLAlchemyError as error:
         raise RegistryError(f"the registry at {where(url)} failed: {type(error).__name__}") from error
+
+
+def _no_room(database: Path) -> bool:
+    """Whether a SQLite file's disk has no place for its log and the log's index (32 KiB)."""
+    try:
+        return shutil.disk_usage(database.parent).free < 1 << 18
+    except OSError:
+        return False
 
 
 def _explain(detail: str, place: str, dialect: str) -> RegistryError:
@@ -178,7 +198,7 @@ def _explain(detail: str, place: str, dialect: str) -> RegistryError:
     if "database is locked" in low:
         return Unavailable(f"another process holds the registry at {place}", "wait for it, then try again")
     if "disk is full" in low or "no space left" in low:
-        return Unavailable(f"the disk of the registry at {place} is full", "make room, then try again")
+        return Full(f"the disk of the registry at {place} is full", "make room, then try again")
     if "unable to open" in low or "readonly" in low or "permission denied" in low:
         return Denied(
             f"the registry at {place} cannot be opened: {line}", "check its owner, or set KVHUB_HOME"

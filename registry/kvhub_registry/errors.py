@@ -36,7 +36,11 @@ class Denied(RegistryError):
 
 
 class Unavailable(RegistryError):
-    """The server does not answer, another writer holds the lock too long, or the disk is full."""
+    """The server does not answer, or another writer holds the lock too long."""
+
+
+class Full(RegistryError):
+    """The disk of the database is full; nothing was changed."""
 
 
 class Damaged(RegistryError):

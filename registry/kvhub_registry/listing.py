@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,11 +110,9 @@ def quick_list(
     given = {column: value for column, value in wanted.items() if value is not None}
     where = " WHERE " + " AND ".join(f"{column} = ?" for column in given) if given else ""
     try:
-        with closing(sqlite3.connect(read_only_address(database), uri=True, timeout=5.0)) as connection:
-            version = connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchone()
-            if version is None or version[0] != HEAD:
+        with snapshot(database) as connection:
+            if connection is None:
                 return None
-            connection.execute("BEGIN")  # one snapshot for all that follows
             rows = [
                 row
                 for row in connection.execute(_QUERY + where + _ORDER, [*given.values()])
@@ -124,6 +122,21 @@ def quick_list(
             return _complete(connection, rows, (text or "").casefold())
     except sqlite3.Error:
         return None
+
+
+@contextmanager
+def snapshot(database: Path) -> Iterator[sqlite3.Connection | None]:
+    """A database of the version known here as it is now, for reading; None where it is of another one.
+
+    Errors: `sqlite3.Error`.
+    """
+    with closing(sqlite3.connect(read_only_address(database), uri=True, timeout=5.0)) as connection:
+        version = connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchone()
+        if version is None or version[0] != HEAD:
+            yield None
+            return
+        connection.execute("BEGIN")  # one snapshot for all that follows
+        yield connection
 
 
 def _complete(connection: sqlite3.Connection, rows: Sequence[tuple[Any, ...]], text: str) -> list[Listed]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,19 @@ def test_files_that_vanished(shell, ready: Manifest) -> None:  # type: ignore[no
     assert "problem" in shell.run("info", ready.digest).stdout
     assert "gone" in shell.run("verify", ready.digest, code=3).stderr
     shell.run("rm", ready.digest, "--yes")
+
+
+def test_a_home_that_was_moved(shell, ready: Manifest, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Or a registry that machines share: the files are in this store, whatever path the row has."""
+    with closing(sqlite3.connect(shell.settings.database_file)) as registry, registry:
+        registry.execute("UPDATE kvhub_artifact SET path = '/of/another/machine/' || mapper_digest")
+    assert "files gone" not in shell.run("list").stdout
+    (one,) = json.loads(shell.run("list", "--format", "json").stdout)
+    assert one["files_present"] is True
+    shell.run("verify", ready.digest, "--deep")
+    assert str(shell.settings.mappers / ready.digest) in shell.run("info", ready.digest).stdout
+    assert "its files stay" not in shell.run("rm", ready.digest, "--yes").stderr
+    assert [item.name for item in shell.settings.mappers.iterdir()] == [".lock"]
 
 
 def test_errors(shell, ready: Manifest, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -8,41 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.records import mapper_record
 
 from kvhub.cli.listed import of_row
 from kvhub.hub.search import local
-from kvhub_registry import HubLocation, Registry, ScoreRecord, State, listing
+from kvhub_registry import Registry, State, listing
 from kvhub_registry.listing import STATES, quick_list
-
-
-@pytest.fixture
-def database(tmp_path: Path) -> Path:
-    path = tmp_path / "registry.db"
-    with Registry.open(f"sqlite:///{path}") as registry:
-        for seed, (source, target) in enumerate(
-            [("org/a", "org/b"), ("org/b", "org/a"), ("other/A", "org/b"), ("org/a", "org/C-7B")]
-        ):
-            record = mapper_record(seed, source=source, target=target)
-            fit = [("r2_key", "fit", 0.1), ("r2_value", "fit", 0.2)]
-            registry.register(record, [score(*one) for one in fit])
-            if seed % 2:
-                held = [
-                    ("attention_cosine", "all", 0.9),
-                    ("gap_recovered", "all", 0.5),
-                    ("r2_key", "all", 0.3),
-                ]
-                registry.add_scores(record.digest, [score(*one) for one in [*held, *fit]])
-                registry.set_state(record.digest, State.READY, "passed")
-                registry.set_alias(f"name-{seed}", record.digest)
-                for commit in ("1" * 40, "2" * 40):
-                    place = HubLocation(repo_id=f"Team/repo-{seed}", commit=commit, pushed=True)
-                    registry.add_location(record.digest, place)
-    return path
-
-
-def score(metric: str, domain: str, value: float) -> ScoreRecord:
-    return ScoreRecord(metric=metric, arm="mapped", domain=domain, value=value, low=value, high=value, n=9)
 
 
 @pytest.mark.parametrize(

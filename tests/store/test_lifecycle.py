@@ -6,7 +6,7 @@ import pytest
 from support.published import make_evidence
 from support.stored import stored
 
-from kvhub.catalog import find, history, record_evidence
+from kvhub.catalog import find, look_up, record_evidence
 from kvhub.errors import BadInput, Corrupt, Incompatible, NotFound
 from kvhub.settings import Settings
 from kvhub.store.lifecycle import name, promote, retire, unname
@@ -19,13 +19,13 @@ def test_a_life(home: Settings) -> None:
     assert retire(digest, why="a better one is there").state_reason == "a better one is there"
     row = promote(digest, why="it was not")
     assert (row.state, row.state_reason) == (State.READY, "it was not")
-    assert [(event.what, event.why) for event in history(digest)] == [
+    assert [(event.what, event.why) for event in look_up(digest)[1]] == [
         ("draft", "registered"),
         ("ready", "evaluated"),
         ("retired", "a better one is there"),
         ("ready", "it was not"),
     ]
-    assert row.changed == history(digest)[-1].at or row.changed <= history(digest)[-1].at
+    assert row.changed == look_up(digest)[1][-1].at or row.changed <= look_up(digest)[1][-1].at
 
 
 def test_only_promote_brings_a_retired_mapper_back(home: Settings) -> None:
@@ -61,7 +61,7 @@ def test_names_move(home: Settings) -> None:
     assert find("@prod").digest == find("prod").digest == one
     assert name("prod", two, why="better")[1] == one
     assert find("@prod").digest == two
-    assert [event.what for event in history(one)][-1] == "alias prod moved away"
+    assert [event.what for event in look_up(one)[1]][-1] == "alias prod moved away"
     assert name("also", "@prod", why="")[0].digest == two
     assert unname("@prod", why="") == two
     with pytest.raises(NotFound):

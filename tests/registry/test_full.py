@@ -1,0 +1,40 @@
+"""A registry on a disk that is full says so, changes nothing, and goes on when there is room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.records import mapper_record
+from support.small_disk import filled, small_disk
+
+from kvhub_registry import Full, Registry
+from kvhub_registry.quick import quick_get
+
+
+def test_a_new_registry(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        url = f"sqlite:///{disk}/home/registry.db"
+        for leave in (0, 8 << 10, 40 << 10):
+            with filled(disk, leave), pytest.raises(Full, match="is full"):
+                Registry.open(url)
+        with Registry.open(url) as registry:
+            assert registry.list() == []
+
+
+def test_a_registry_with_mappers(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        database = disk / "registry.db"
+        first, second = mapper_record(0), mapper_record(1)
+        with Registry.open(f"sqlite:///{database}") as registry:
+            registry.register(first)
+        with (
+            filled(disk),
+            pytest.raises(Full, match="is full"),
+            Registry.open(f"sqlite:///{database}") as registry,
+        ):
+            registry.register(second)
+        with Registry.open(f"sqlite:///{database}") as registry:
+            assert [row.digest for row in registry.list()] == [first.digest] and not registry.health()
+            registry.register(second)
+        assert quick_get(database, second.digest) is not None
