@@ -1,22 +1,23 @@
 """What recipes of a fit are worth: one protocol over any pair.
 
     python -m benchmarks.fidelity SOURCE TARGET --text wiki.utf8 --text c4.utf8 --text code.utf8 \
-        --other technical.utf8 --captures DIR [--both] [--recipes paper,ridge,...] [--default ridge] \
+        --other technical.utf8 --captures DIR [--both] [--recipes paper,ridge,...] \
         [--mapper NAME=DIR] [--name PAIR] [--output benchmarks/results/fidelity.csv]
 
 Both models run once over the calibration windows and over the held-out ones, and are kept in DIR; a recipe is
 then a solve and two short tails a window (its own document's cache and another's). All recipes of a pair see
 the same tokens. A line is one recipe on `all` held-out windows of the texts that were fitted on, on each one,
-and on those that were not fitted on (`other`); lines that are there already are replaced. `default` is the
-recipe that the ranking chose, under that name as well. `removed` is the share of the paper's excess that is
-gone, paired over windows. Not in `fit_seconds`: the forwards and the moments, which are the same for all. The
-same input gives the same numbers: nothing is drawn but the bootstrap, from a fixed seed.
+and on those that were not fitted on (`other`); lines that are there already are replaced. `default` is what
+`kvhub fit` does unasked, its gradient steps included. `removed` is the share of the paper's excess that is
+gone, paired over windows. What was run, on what and where is kept beside the lines (`fidelity.json`), a pair
+at a time. The same input gives the same numbers: nothing is drawn but from fixed seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import sys
 from dataclasses import dataclass
@@ -33,9 +34,17 @@ from kvhub.study.recipes import RECIPES, apply_flops, fit, named, stored_bytes
 COLUMNS = (
     "pair", "recipe", "domain", "excess_nll", "low", "high", "removed", "removed_low", "removed_high",
     "kl", "kl_low", "kl_high", "top1", "cosine", "cosine_worst", "gap_recovered", "gap_low", "gap_high",
-    "wrong_document", "source", "empty", "native_nll", "k", "exact_prefix", "bytes", "apply_flops",
+    "wrong_document", "source", "empty", "empty_kl", "native_nll", "k", "exact_prefix", "bytes", "apply_flops",
     "fit_seconds", "windows", "n",
 )  # fmt: skip
+
+
+EXCLUDED = (
+    "fit_seconds: the forwards, their captures and the moments, which all recipes share; a loaded machine",
+    "apply_flops: the rotations",
+    "bytes: of a mapper given with --mapper its files, else its tensors",
+    "score positions: the first token of every tail",
+)
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,7 @@ def lines(
             "wrong_document": mine.excess(arm="wrong-document") if wrong else None,
             "source": mine.excess(arm="source"),
             "empty": mine.excess(arm="empty"),
+            "empty_kl": mine.mean("empty", "kl"),
             "native_nll": mine.mean("native"),
             "k": cost.k,
             "exact_prefix": cost.exact_prefix,
@@ -118,6 +128,35 @@ def _cell(value: object) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
+def about(pair: StudyPair, given: argparse.Namespace) -> dict[str, object]:
+    """Where and on what a pair was measured."""
+    texts = [(path, True) for path in given.text] + [(path, False) for path in given.other]
+    settings = pair.settings
+    return {
+        "machine": describe(),
+        "source": {"name": pair.source.identity.name, "digest": pair.source.identity.digest},
+        "target": {"name": pair.target.identity.name, "digest": pair.target.identity.digest},
+        "texts": [
+            {"name": path.stem, "sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "fitted_on": fitted}
+            for path, fitted in texts
+        ],
+        "calibration": {"k": settings.k, "windows": len(pair.windows()), "length": settings.length,
+                        "stride": settings.stride},
+        "held_out": {name: len(windows) for name, windows in pair.text.held_out.items()},
+        "tuning": {name: len(windows) for name, windows in pair.text.tuning.items()},
+        "prefix": given.prefix,
+        "tail": given.tail,
+    }  # fmt: skip
+
+
+def note(path: Path, pair: str, entry: dict[str, object]) -> None:
+    """Keep what is said of one pair beside the lines, in the place of what was there."""
+    known = json.loads(path.read_bytes()) if path.exists() else {}
+    pairs = known.get("pairs", {}) | {pair: entry}
+    whole = {"columns": COLUMNS, "excluded": EXCLUDED, "pairs": dict(sorted(pairs.items()))}
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+
+
 def one_way(pair: StudyPair, name: str, given: argparse.Namespace) -> None:
     """All recipes of one direction, each written as soon as it is measured."""
     from kvhub.mapper.load import load_mapper
@@ -125,11 +164,11 @@ def one_way(pair: StudyPair, name: str, given: argparse.Namespace) -> None:
     fitted = list(pair.text.fit)
     bundle = pair.bundle()
     paper: ArmScores | None = None
+    entry = about(pair, given)
+    left_out: dict[str, str] = {}
 
     def done(recipe: str, scores: ArmScores, cost: Cost) -> None:
         found = lines(name, recipe, scores, paper, cost, fitted)
-        if recipe == given.default:
-            found += [line | {"recipe": "default"} for line in found]
         keep(given.output, found)
         print(f"{name} {recipe}: excess {found[0]['excess_nll']:.4f} KL {found[0]['kl']:.4f}", flush=True)
 
@@ -139,6 +178,7 @@ def one_way(pair: StudyPair, name: str, given: argparse.Namespace) -> None:
             solved, seconds = fit(pair, recipe)
         except KvhubError as error:
             print(f"{name} {wanted}: left out: {error.message}", flush=True)
+            left_out[wanted] = error.message
             continue
         scores = pair.measure(pair.candidate(solved), exact_prefix=recipe.exact_prefix, wrong=not given.short)
         if wanted == "paper":
@@ -158,6 +198,7 @@ def one_way(pair: StudyPair, name: str, given: argparse.Namespace) -> None:
             )
             size = sum(f.size for f in manifest.files)
             done(label, scores, Cost(manifest.k, exact, size, size, None))
+    note(given.output.with_suffix(".json"), name, entry | {"left_out": left_out})
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -170,7 +211,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--name", default=None, help="of the pair; reversed for the way back")
     parser.add_argument("--both", action="store_true")
     parser.add_argument("--recipes", default=",".join(recipe.name for recipe in RECIPES))
-    parser.add_argument("--default", default="ridge")
     parser.add_argument("--mapper", action="append", default=[], metavar="NAME=DIR")
     parser.add_argument("--k", default="8")
     parser.add_argument("--sequences", type=int, default=80)
@@ -179,6 +219,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--windows", type=int, default=18)
     parser.add_argument("--prefix", type=int, default=384)
     parser.add_argument("--tail", type=int, default=128)
+    parser.add_argument("--tuning", type=int, default=12, help="windows that recipes with steps choose on")
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--short", action="store_true", help="without the wrong-document arm")
     parser.add_argument("--output", type=Path, default=RESULTS / "fidelity.csv")
@@ -198,15 +239,13 @@ def main(argv: list[str] | None = None) -> None:
     text = StudyText.cut(
         given.text, one.tokenizer, settings,
         windows=given.windows, prefix=given.prefix, tail=given.tail, others=given.other,
+        tuning=given.tuning,
     )  # fmt: skip
     pair = StudyPair(one, two, text, settings, given.captures)
     names = given.name.split("->") if given.name else [one.identity.name, two.identity.name]
     one_way(pair, "->".join(names), given)
     if given.both:
         one_way(pair.reversed(), "->".join(reversed(names)), given)
-    given.output.with_suffix(".json").write_text(
-        json.dumps({"machine": describe(), "columns": COLUMNS}, indent=1) + "\n"
-    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -125,6 +126,11 @@ class StudyPair:
         """Calibration windows of some texts (None: all), the first `share` of each."""
         chosen = [self.text.fit[name] for name in names or self.text.fit]
         return [window for windows in chosen for window in windows[: max(1, round(share * len(windows)))]]
+
+    def mixed(self) -> list[Tensor]:
+        """All calibration windows, the texts in turn: the first few are then of every text, as in a fit."""
+        columns = zip_longest(*self.text.fit.values())
+        return [window for column in columns for window in column if window is not None]
 
     def moments(
         self,

@@ -7,10 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvhub.errors import BadInput
+from kvhub.fit.distill.run import distil
+from kvhub.fit.distill.schedule import Distill
 from kvhub.fit.recipes.first import LOOK, settled
 from kvhub.fit.recipes.groupwise import solve_groupwise
 from kvhub.fit.ridge import PAPER, Regularization, Support
+from kvhub.fit.run import demand_possible
 from kvhub.fit.selection import layer_scores, top_layers
+from kvhub.fit.settings import FitSettings
 from kvhub.fit.solve import Solved
 from kvhub.model.identity import Geometry
 from kvhub.study.pair import StudyPair
@@ -36,6 +40,8 @@ class Recipe:
     """Penalty of source heads that are not the matched one, relative to its own."""
     stretch_keys: float = 0.0
     stretch_values: float = 0.0
+    steps: int = 0
+    """Gradient steps through the target after the closed form, folded into the same matrices."""
 
     def count(self, k: int | Literal["all"], source: Geometry) -> int:
         """How many source layers, where the comparison's own k is `k`."""
@@ -61,8 +67,12 @@ RECIPES = (
     Recipe("first-4-exact", exact_prefix=4),
     Recipe("first-64-exact", exact_prefix=64),
     Recipe("closed-form", stride=1, first_weight=0, stretch_keys=0.5, stretch_values=0.5),
+    Recipe("ridge-distilled", steps=60),
+    Recipe("default", stride=1, first_weight=0, stretch_keys=0.5, stretch_values=0.5, steps=60),
+    Recipe("default-4-exact", stride=1, exact_prefix=4, stretch_keys=0.5, stretch_values=0.5, steps=60),
 )
-"""Each alone; the paper's lambda first, because shares of what is removed are of its excess."""
+"""Each alone, then together; the paper's lambda first, because shares of what is removed are of its excess.
+`default` is what `kvhub fit` does unasked."""
 
 
 def named(name: str) -> Recipe:
@@ -74,9 +84,9 @@ def named(name: str) -> Recipe:
 
 
 def fit(pair: StudyPair, recipe: Recipe) -> tuple[Solved, float]:
-    """A mapper by `recipe` from the pair's captures, and the seconds that the solve took, without moments.
+    """A mapper by `recipe` from the pair's captures, and the seconds that it took, without moments.
 
-    Errors: `Incompatible` for head-local with unequal heads; those of `solve_pair`.
+    Errors: `Incompatible` for head-local with unequal heads; those of `solve_pair` and `distil`.
     """
     shapes = pair.source.identity.geometry, pair.target.identity.geometry
     assert pair.settings.k != "auto"
@@ -88,6 +98,7 @@ def fit(pair: StudyPair, recipe: Recipe) -> tuple[Solved, float]:
         stretch=recipe.stretch_keys,
         stretch_values=recipe.stretch_values,
     )
+    demand_possible(*shapes, settings, both=False)
     sides = pair.side(pair.source), pair.side(pair.target)
     weight = settled(replace(settings, first_weight=recipe.first_weight), sides, pair.windows()[:LOOK])
     moments = pair.moments(
@@ -101,7 +112,16 @@ def fit(pair: StudyPair, recipe: Recipe) -> tuple[Solved, float]:
         solved = solve_groupwise(
             moments, *shapes, layers, recipe.regularization, settings, factor=recipe.off_head
         )
+    if recipe.steps:
+        solved = _distilled(pair, solved, recipe, replace(settings, exact_prefix=recipe.exact_prefix))
     return solved, time.perf_counter() - began
+
+
+def _distilled(pair: StudyPair, solved: Solved, recipe: Recipe, settings: FitSettings) -> Solved:
+    """`solved` after the recipe's gradient steps; the pair's tuning windows choose among their checks."""
+    sides = pair.side(pair.source), pair.side(pair.target)
+    tuning = [window for windows in pair.text.tuning.values() for window in windows]
+    return distil(solved, *sides, pair.mixed(), tuning, settings, Distill(steps=recipe.steps))
 
 
 def apply_flops(solved: Solved) -> int:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
 from support.prose import write_text
 from support.tiny import make_tiny
 
+from kvhub.fit.solve import Solved
+from kvhub.study.pair import StudyPair
+from kvhub.study.recipes import Recipe
+
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = "paper,head-local,off-head-10,first-4-exact,closed-form"
+RECIPES = "paper,head-local,off-head-10,first-4-exact,closed-form,default"
 
 
 def test_the_same_lines_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,28 +25,46 @@ def test_the_same_lines_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     one, two = make_tiny(tmp_path / "one", layers=3), make_tiny(tmp_path / "two", layers=2, seed=1)
     texts = [write_text(tmp_path / f"{name}.txt", 150, seed=seed) for seed, name in enumerate("abc")]
 
-    def lines(name: str, *more: str) -> list[dict[str, str]]:
+    fit, trained = fidelity.fit, set()
+
+    def kept(pair: StudyPair, recipe: Recipe) -> tuple[Solved, float]:
+        solved, seconds = fit(pair, recipe)
+        if solved.training is not None:
+            trained.add((recipe.name, solved.training.steps))
+        return solved, seconds
+
+    monkeypatch.setattr(fidelity, "fit", kept)
+
+    def lines(name: str, recipes: str = RECIPES) -> list[dict[str, str]]:
         output = tmp_path / name
         fidelity.main([
             str(one), str(two), "--text", str(texts[0]), "--text", str(texts[1]), "--other", str(texts[2]),
-            "--captures", str(tmp_path / "captures"), "--name", "A->B", "--both", "--recipes", RECIPES,
-            "--default", "closed-form", "--k", "1", "--sequences", "12", "--length", "64", "--windows", "4",
-            "--prefix", "40", "--tail", "12", "--dtype", "float32", "--output", str(output), *more,
+            "--captures", str(tmp_path / "captures"), "--name", "A->B", "--both", "--recipes", recipes,
+            "--k", "1", "--sequences", "12", "--length", "64", "--windows", "4", "--tuning", "2",
+            "--prefix", "40", "--tail", "12", "--dtype", "float32", "--output", str(output),
         ])  # fmt: skip
         with output.open(newline="", encoding="utf-8") as file:
             found = list(csv.DictReader(file))
-        assert "torch" in output.with_suffix(".json").read_text()
+        beside = json.loads(output.with_suffix(".json").read_bytes())["pairs"]
+        assert list(beside) == ["A->B", "B->A"] and "torch" in beside["A->B"]["machine"]["versions"]
+        assert [text["fitted_on"] for text in beside["B->A"]["texts"]] == [True, True, False]
+        assert beside["A->B"]["source"] == beside["B->A"]["target"]
         for line in found:
             line["fit_seconds"] = ""
         return found
 
     first = lines("one.csv")
     assert lines("two.csv") == first
-    assert lines("one.csv") == first  # replaced, not added
+    again = lines("one.csv", "paper,closed-form")  # replaced, not added
+    assert sorted(again, key=str) == sorted(first, key=str)
+    assert trained == {("default", 60)}
     keys = {(line["pair"], line["recipe"], line["domain"]) for line in first}
     assert len(keys) == len(first) == 2 * 6 * 5  # pairs, recipes with default, all a b c other
+    assert all(line["empty_kl"] and line["native_nll"] and line["wrong_document"] for line in first)
     by = {(line["pair"], line["recipe"], line["domain"]): line for line in first}
-    assert by["A->B", "default", "all"]["excess_nll"] == by["A->B", "closed-form", "all"]["excess_nll"]
+    closed, default = (by["A->B", name, "all"] for name in ("closed-form", "default"))
+    # its gradient steps cost nothing to apply
+    assert all(closed[name] == default[name] for name in ("k", "bytes", "apply_flops", "native_nll"))
     assert by["A->B", "paper", "all"]["removed"] == "0"
     paper, local = (int(by["A->B", name, "all"]["apply_flops"]) for name in ("paper", "head-local"))
     assert local == paper  # twice the layers, half the heads
