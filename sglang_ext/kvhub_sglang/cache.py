@@ -27,7 +27,7 @@ from kvhub_sglang.background import Background
 from kvhub_sglang.decide import unsupported
 from kvhub_sglang.lineage import RowLineages
 from kvhub_sglang.namespace import Salts
-from kvhub_sglang.place import Pool
+from kvhub_sglang.place import Pool, replace_by_exact
 from kvhub_sglang.plan import Plan
 from kvhub_sglang.prefills import Prefills
 from kvhub_sglang.publish import publish
@@ -273,6 +273,8 @@ class KvhubRadixCache(QueueingCache):
 
     def prefix_device_indices(self, req: Any) -> torch.Tensor:
         plan: Plan | None = getattr(req, PLAN, None)
+        if plan is not None and plan.lossy and plan.base:
+            self._guarded("healed", lambda: self._healed(req, plan), None)
         if plan is None or plan.slots is None:
             return super().prefix_device_indices(req)  # type: ignore[no-any-return]
         slots, plan.slots = plan.slots, None
@@ -280,6 +282,25 @@ class KvhubRadixCache(QueueingCache):
         rows: torch.Tensor = torch.cat([self.path_device_indices(req.last_node), slots])
         assert len(rows) >= req.prefix_len, (req.rid, len(rows), req.prefix_len)
         return rows[: req.prefix_len]
+
+    def _healed(self, req: Any, plan: Plan) -> None:
+        """Rows that were mapped first and computed since: whoever has both gets the exact ones.
+
+        Here the request is admitted: its path is locked, and nothing is evicted before the copy.
+        """
+        serving, pool = self.serving, self.pool
+        # a load from the host may still be writing, layer by layer, what is to be replaced
+        if serving is None or pool is None or self.cache_controller is not None:
+            return
+        if bool(self.rows.exact(plan.held).all()):
+            return
+        tokens = req.origin_input_ids + req.output_ids
+        key = RadixKey(tokens, req.extra_key, limit=plan.base, cache_salt=plan.original_salt)
+        found = super().match_prefix(MatchPrefixParams(key=key))
+        exact = self.path_device_indices(found.last_device_node)[: found.device_prefix_len]
+        if replace_by_exact(serving, pool, self.rows, plan.held, exact):
+            handoff.account(serving, self.rows, plan)
+            self._refresh(req, plan)
 
     def _computed(self, req: Any, plan: Plan) -> None:
         """A prompt was computed, or a chunk of it."""

@@ -6,10 +6,8 @@ waits for more than one step. Rows of others are not evicted for it.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +30,12 @@ class Span:
     used: float
     steps: int = 0
 
+    def continues(self, other: Span) -> bool:
+        """Whether all of `other` is the beginning of this one."""
+        count = len(other.tokens)
+        same = (self.salt, self.extra_key) == (other.salt, other.extra_key)
+        return same and self.tokens[:count] == other.tokens
+
 
 class Healer:
     """The conversations to heal, the last used first.
@@ -51,7 +55,7 @@ class Healer:
     ) -> None:
         self._metrics, self._match, self._room = metrics, match, room
         self._step, self._page = step, page_size
-        self._spans: OrderedDict[bytes, Span] = OrderedDict()
+        self._spans: list[Span] = []
 
     @property
     def wanted(self) -> bool:
@@ -63,27 +67,22 @@ class Healer:
         whole = array("q", tokens[: len(tokens) - len(tokens) % self._page])
         if not whole:
             return
-        # one conversation is one span: what it begins with names it, its last turn replaces the others
-        name = hashlib.sha256(
-            repr((salt, extra_key)).encode() + whole[: min(64, len(whole))].tobytes()
-        ).digest()
-        self._spans[name] = Span(whole, salt, extra_key, time.monotonic())
-        self._spans.move_to_end(name)
-        while len(self._spans) > REMEMBERED:
-            self._spans.popitem(last=False)
+        span = Span(whole, salt, extra_key, time.monotonic())
+        # the turns before are part of this one; others may begin alike, with one system prompt
+        self._spans = [other for other in self._spans if not span.continues(other)][1 - REMEMBERED :]
+        self._spans.append(span)
 
     def next(self) -> Internal | None:
         """The next step, if there is one."""
         while self._spans:
-            name = next(reversed(self._spans))
-            span = self._spans[name]
+            span = self._spans[-1]
             if time.monotonic() - span.used > IN_USE_SECONDS:
-                del self._spans[name]
+                self._spans.pop()
                 self._metrics.healed("gone")
                 continue
             held = self._match(span.tokens, span.salt, span.extra_key)
             if held >= len(span.tokens):
-                del self._spans[name]
+                self._spans.pop()
                 self._metrics.healed("done")
                 continue
             stop = min(len(span.tokens), held - held % self._page + self._step)
@@ -91,7 +90,7 @@ class Healer:
             # a step that was made and left nothing behind is not made again for ever
             span.steps += 1
             if stop <= held or self._room() < stop - held or span.steps > 2 + len(span.tokens) // self._step:
-                del self._spans[name]
+                self._spans.pop()
                 self._metrics.healed("no_room")
                 continue
             return Internal("heal", span.tokens[:stop], span.salt, span.extra_key, done=self._timed())

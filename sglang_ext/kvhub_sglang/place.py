@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvhub.exchange import BLOCK_TOKENS, Block, Lineage
+from kvhub.exchange import BLOCK_TOKENS, EXACT, Block, Lineage
 from kvhub_kernels.rows import Rows
+from kvhub_sglang.lineage import RowLineages
 from kvhub_sglang.plan import BlockSource, Plan
 from kvhub_sglang.refusal import Code, Refusal
 from kvhub_sglang.serving import Candidate, Serving
@@ -124,6 +125,21 @@ def place(serving: Serving, pool: Pool, runs: list[_Run], slots: Tensor, base: i
                 _map(run, run.candidate, pool, target)
                 milliseconds = (time.perf_counter() - started) * 1e3
                 serving.cost.observe_map(run.candidate.digest, run.stop - run.start, milliseconds)
+
+
+def replace_by_exact(serving: Serving, pool: Pool, rows: RowLineages, held: Tensor, exact: Tensor) -> int:
+    """Copy exact rows over lossy ones of the same tokens, in place; how many.
+
+    held: slots in the lossy namespace; exact: slots of as many first tokens or fewer in the
+    exact one. What was computed on the old rows keeps its lineage.
+    """
+    held = held[: len(exact)]
+    stale = ~rows.exact(held).to(held.device)
+    if bool(stale.any()):
+        with forward_order(serving):
+            pool.copy(exact[: len(held)][stale], held[stale])
+        rows.note(held[stale], EXACT)
+    return int(stale.sum())
 
 
 def _map(run: _Run, candidate: Candidate, pool: Pool, target: Tensor) -> None:

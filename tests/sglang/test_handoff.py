@@ -143,8 +143,8 @@ def test_the_conversation_goes_back(root: Path, page_size: int) -> None:
         engine.empty()
 
 
-def test_rows_mapped_before_they_were_computed_stay_lossy(root: Path) -> None:
-    """Lossy first, exact later: the device's lossy rows do not become exact by that."""
+def test_rows_mapped_before_they_were_computed(root: Path) -> None:
+    """Lossy first, exact later: these take the place of the mapped ones; what lies on those stays lossy."""
     source, target = Engine(SMALL, root), Engine(LARGE, root, (MAPPER,), max_hops=2)
     source.run(PROMPT, 4)
     lossy = target.run(PROMPT, 30, ask=ASK)
@@ -152,7 +152,10 @@ def test_rows_mapped_before_they_were_computed_stay_lossy(root: Path) -> None:
     target.run(PROMPT[:100])
     again = target.admit(target.request([*lossy.tokens, *range(70)], ask=ASK))
     assert again.device == len(lossy.tokens) - 1
-    assert again.meta["exact"] == 0 and again.meta["mapped"] == again.device and again.meta["hops"] == 1
+    assert again.meta["exact"] == 100 and again.meta["mapped"] == again.device - 100
+    assert again.meta["hops"] == 1
+    rows = expected([*lossy.tokens, 0], again.device, [(100, "native"), (192, "mapped"), (230, "native")])
+    torch.testing.assert_close(target.row(again, again.device), rows[:, :, : again.device])
     target.decode(again, 1)
     target.finish(again)
     hops = {}

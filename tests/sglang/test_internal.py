@@ -131,6 +131,60 @@ def test_idle_servers_heal(root: Path, page_size: int) -> None:
     target.empty()
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_healed_rows_win_where_more_is_mapped_on_them(root: Path, page_size: int) -> None:
+    """The next switch needs the lossy namespace again: its old rows there give way to the exact ones."""
+    source = Engine(SMALL, root, page_size=page_size)
+    target = large(root, page_size=page_size, heal=True)
+    first = target.run(PROMPT, 4, ask=ASK)
+    still_running = target.admit(target.request([*first.tokens, 3], ask=ASK))  # shares the lossy rows
+    assert still_running.meta["mapped"] > 0 == still_running.meta["exact"]
+    while target.serve_itself(idle=True):
+        pass
+    longer = [*first.tokens, *[(i * 31) % 900 for i in range(150)]]
+    source.run(longer, 1)
+    again = target.admit(target.request([*longer, 7], ask=ASK))
+    own = 203 - 203 % page_size
+    reach = len(longer) // 64 * 64
+    assert (again.meta["exact"], again.meta["mapped"], again.meta["hops"]) == (own, reach - own, 1)
+    parts = [
+        native(longer, 0, own),
+        mapped(longer, own, reach),
+        native([*longer, 7], reach, len(longer) + 1),
+    ]
+    torch.testing.assert_close(target.row(again, len(longer) + 1), torch.cat(parts, dim=2))
+    target.decode(again, 1)
+    target.finish(again)
+    target.decode(still_running, 3)
+    target.finish(still_running)
+    plain = target.admit(target.request([*longer, 7]))
+    assert plain.device == own and plain.meta["mapped"] == 0  # nothing lossy came the other way
+    torch.testing.assert_close(target.row(plain, len(longer)), native(longer, 0, len(longer)))
+    target.drop(plain)
+    target.empty()
+
+
+def test_conversations_that_begin_alike_are_all_healed(root: Path) -> None:
+    """One system prompt before all of them; of one conversation only its last turn is kept."""
+    target = large(root, heal=True)
+    source = Engine(SMALL, root)
+    talks = [[*PROMPT[:100], *[n * 100 + i for i in range(100)]] for n in range(3)]
+    for tokens in talks:
+        source.run(tokens, 1)
+        done = target.run(tokens, 4, ask=ASK)
+        assert done.meta["mapped"] > 0
+        target.run([*done.tokens, 5], 4, ask=ASK)
+    assert target.cache.background is not None
+    assert [len(span.tokens) for span in target.cache.background.healer._spans] == [208] * 3
+    while target.serve_itself(idle=True):
+        pass
+    for tokens in talks:
+        plain = target.admit(target.request([*tokens, 1]))
+        assert plain.device == 200
+        target.drop(plain)
+    target.empty()
+
+
 def test_healing_stops_where_it_would_evict(root: Path) -> None:
     target = large(root, heal=True, heal_tokens=64, slots=430)
     target.run(PROMPT, 4, ask=ASK)
