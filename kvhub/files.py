@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvhub.errors import AccessDenied, BadInput, KvhubError
 
-ROOM = "free some space, or write somewhere else; nothing was kept"
+ROOM = "free some space, or write somewhere else; nothing half-written is left"
 
 
 def is_full(error: BaseException) -> bool:

@@ -122,7 +122,7 @@ def demand_disk(stores: Iterable[CaptureStore], windows: list[Tensor]) -> None:
         free = shutil.disk_usage(existing).free
         if needed[root] > free:
             raise KvhubError(
-                f"the captures take {needed[root] / 1e9:.1f} GB and {root} has {free / 1e9:.1f} GB free",
+                f"the captures take {needed[root] / 1e9:.3g} GB and {root} has {free / 1e9:.3g} GB free",
                 "free some space, choose another --captures, or give fewer --sequences",
             )
 

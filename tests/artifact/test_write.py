@@ -146,7 +146,7 @@ def test_a_full_disk(tmp_path):
         manifest = make_manifest(big, big)
         with pytest.raises(KvhubError, match="disk is full") as caught:
             write_artifact(disk / "m", manifest, random_tensors(manifest))
-        assert "nothing was kept" in caught.value.hint
+        assert "nothing half-written is left" in caught.value.hint
         assert list(disk.iterdir()) == []
 
 
