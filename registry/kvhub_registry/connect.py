@@ -7,7 +7,6 @@ trial with eight), so every write transaction here begins with the lock:
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,7 @@ from kvhub_registry.errors import (
     RegistryError,
     Unavailable,
 )
-from kvhub_registry.files import read_only_address
+from kvhub_registry.files import has_room, read_only_address
 
 BUSY_SECONDS = 60
 LOCK_KEY = 0x6B76687562  # "kvhub"
@@ -174,19 +173,11 @@ def translated(url: URL) -> Iterator[None]:
         yield
     except DBAPIError as error:
         detail = str(error.orig).strip()
-        if "disk i/o error" in detail.lower() and _no_room(Path(where(url))):
+        if "disk i/o error" in detail.lower() and not has_room(Path(where(url)).parent):
             detail = "disk is full"  # SQLite's word where it cannot make its log's index
         raise _explain(detail, where(url), url.get_backend_name()) from error
     except SQLAlchemyError as error:
         raise RegistryError(f"the registry at {where(url)} failed: {type(error).__name__}") from error
-
-
-def _no_room(database: Path) -> bool:
-    """Whether a SQLite file's disk has no place for its log and the log's index (32 KiB)."""
-    try:
-        return shutil.disk_usage(database.parent).free < 1 << 18
-    except OSError:
-        return False
 
 
 def _explain(detail: str, place: str, dialect: str) -> RegistryError:

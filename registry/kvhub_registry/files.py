@@ -10,16 +10,27 @@ from urllib.parse import quote
 def read_only_address(path: Path) -> str:
     """The URI that opens a database for reading alone.
 
-    In WAL mode SQLite makes two files beside the database even to read it. Where it cannot, and no other
-    process has left its own there, the file is opened as immutable: nobody can be writing it from here.
+    In WAL mode SQLite makes two files beside the database even to read it. Where it cannot (also on a full
+    disk), and no other process has left its own there, the file is opened as immutable: nobody can be
+    writing it from here.
     """
-    still = "&immutable=1" if not may_write(path.parent) and not _has_log(path) else ""
+    may_log = may_write(path.parent) and has_room(path.parent)
+    still = "" if may_log or _has_log(path) else "&immutable=1"
     return f"file:{quote(path.as_posix())}?mode=ro{still}"
 
 
 def may_write(directory: Path) -> bool:
     """Whether files can be made in a directory (also false for root, on a read-only file system)."""
     return os.access(directory, os.W_OK)
+
+
+def has_room(directory: Path) -> bool:
+    """Whether a disk has place for SQLite's log and the log's index; True where that is not known."""
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return True
+    return found.f_bavail * found.f_frsize >= 1 << 18
 
 
 def _has_log(path: Path) -> bool:

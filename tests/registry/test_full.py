@@ -9,6 +9,7 @@ from support.records import mapper_record
 from support.small_disk import filled, small_disk
 
 from kvhub_registry import Full, Registry
+from kvhub_registry.listing import quick_list
 from kvhub_registry.quick import quick_get
 
 
@@ -34,6 +35,11 @@ def test_a_registry_with_mappers(tmp_path: Path) -> None:
             Registry.open(f"sqlite:///{database}") as registry,
         ):
             registry.register(second)
+        with filled(disk):  # what is there can be read
+            found = quick_get(database, first.digest)
+            assert found is not None and found[0].digest == first.digest
+            listed = quick_list(database)
+            assert listed is not None and [one.digest for one in listed] == [first.digest]
         with Registry.open(f"sqlite:///{database}") as registry:
             assert [row.digest for row in registry.list()] == [first.digest] and not registry.health()
             registry.register(second)
