@@ -30,9 +30,15 @@ def add(
         try:
             written = write_artifact(place, manifest, tensors)
             final = settings.mappers / written.digest
-            if not final.exists():
+            fresh = not final.exists()
+            if fresh:
                 place.rename(final)
-            register(final, written, settings)
+            try:
+                register(final, written, settings)
+            except BaseException:
+                if fresh:  # under the lock, so nobody else relies on it yet
+                    shutil.rmtree(final, ignore_errors=True)
+                raise
         finally:
             shutil.rmtree(place, ignore_errors=True)
     return final, written
