@@ -20,7 +20,7 @@ def test_a_full_disk_under_the_registry_leaves_no_files(tmp_path: Path) -> None:
     tensors = open_tensors(tmp_path / "made", manifest)
     with small_disk(tmp_path / "disk", "2m") as disk:
         settings = Settings(disk, f"sqlite:///{disk / 'registry.db'}", False)
-        with filled(disk, leave=80 << 10), pytest.raises(KvhubError, match="registry at .* is full"):
+        with filled(disk, leave=80 << 10), pytest.raises(KvhubError, match=r"registry at .* is full"):
             add(manifest, tensors, settings, tag="try")
         assert [path.name for path in settings.mappers.iterdir()] == [".lock"]
         place, written = add(manifest, tensors, settings, tag="try")
