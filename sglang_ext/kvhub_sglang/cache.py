@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvhub_sglang import handoff
 from kvhub_sglang.background import Background
-from kvhub_sglang.decide import unsupported
+from kvhub_sglang.decide import Held, unsupported
 from kvhub_sglang.lineage import RowLineages
 from kvhub_sglang.namespace import Salts
 from kvhub_sglang.place import Pool, replace_by_exact
@@ -151,7 +151,7 @@ class KvhubRadixCache(QueueingCache):
             serving,
             req,
             limit_of(req, key),
-            lambda salt: self._device_match(req, key, salt).device_prefix_len,
+            lambda salt: self._held(req, key, salt),
         )
         setattr(req, PLAN, plan)
         info = req.customized_info if req.customized_info is not None else {}
@@ -180,7 +180,7 @@ class KvhubRadixCache(QueueingCache):
             handoff.fail(plan, Code.INTERNAL, "admitted while its blocks were read")
             handoff.release(serving, plan)
             return
-        handoff.poll(serving, plan, lambda salt: self._device_match(req, key, salt).device_prefix_len)
+        handoff.poll(serving, plan, lambda salt: self._held(req, key, salt))
         if not plan.waiting:
             req.cache_salt = plan.salt  # last: from here on the request lives there
 
@@ -198,6 +198,10 @@ class KvhubRadixCache(QueueingCache):
     def _device_match(self, req: Any, key: RadixKey, salt: str | None) -> MatchResult:
         probe = RadixKey(key.token_ids, key.extra_key, limit=limit_of(req, key), cache_salt=salt)
         return super().match_prefix(MatchPrefixParams(key=probe))
+
+    def _held(self, req: Any, key: RadixKey, salt: str | None) -> Held:
+        found = self._device_match(req, key, salt)
+        return Held(found.device_prefix_len, found.host_hit_length)
 
     def _promise(self, serving: Serving, plan: Plan, req: Any, key: RadixKey, result: MatchResult) -> int:
         base = result.device_prefix_len

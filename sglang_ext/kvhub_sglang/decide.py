@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvhub.exchange import Lineage
 from kvhub_sglang.choice import Choice, choose
@@ -19,8 +19,16 @@ from kvhub_sglang.refusal import Code, Refusal
 from kvhub_sglang.serving import Candidate, Serving
 from kvhub_sglang.stage import Found
 
-Match = Callable[[str | None], int]
-"""`match(salt) -> tokens`: how many tokens of the request the tree holds on the device, read-only."""
+
+class Held(NamedTuple):
+    """Tokens of a request that the tree holds on the device, and beyond them in SGLang's host cache."""
+
+    device: int
+    host: int
+
+
+Match = Callable[[str | None], Held]
+"""`match(salt)`: what the tree holds of the request in one namespace, read-only."""
 
 
 def unsupported(req: Any) -> str | None:
@@ -75,9 +83,9 @@ def ask(serving: Serving, req: Any, tokens: Sequence[int], limit: int, match: Ma
     limit -= limit % serving.page_size
     allowed = sorted({c.digest for c in candidates} | set(serving.settings.lineage_mappers))
     salt = serving.salts.lossy(policy_digest(allowed, choice.max_hops), req.cache_salt)
-    exact = match(req.cache_salt)
-    lossy = match(salt) if candidates else 0
-    if limit - exact < serving.settings.min_span and lossy <= exact:
+    exact, host = match(req.cache_salt)
+    lossy = match(salt).device if candidates else 0
+    if limit - exact - host < serving.settings.min_span and lossy <= exact + host:
         raise Refusal(Code.EXACT if exact else Code.SHORT, "nothing worth mapping")
     return Question(
         tokens=tokens,
@@ -102,13 +110,13 @@ def compose(serving: Serving, plan: Plan, question: Question, found: Found, matc
     for candidate in found.candidates:
         if candidate not in serving.candidates:
             raise Refusal(Code.WITHDRAWN, "the mapper was withdrawn")
-    exact = match(question.original_salt)
-    lossy = match(question.lossy_salt) if question.candidates else 0
+    exact, host = match(question.original_salt)
+    lossy = match(question.lossy_salt).device if question.candidates else 0
     own_end = min(plan.exact_to(exact), question.limit)
     own_end -= own_end % serving.page_size
     start = max(own_end, lossy)
     end = min(plan.covered_to(start), question.limit)
-    gained = end - own_end
+    gained = end - max(own_end, exact + host)
     if question.candidates and gained >= serving.settings.min_span:
         needed = max((c.exact_prefix for c in found.candidates), default=0)
         if own_end < needed and lossy < needed:
@@ -119,6 +127,8 @@ def compose(serving: Serving, plan: Plan, question: Question, found: Found, matc
     plan.blocks = {i: b for i, b in plan.blocks.items() if b.candidate is None}
     if plan.exact_to(exact) > exact:
         return
+    if host:
+        raise Refusal(Code.HICACHE, "SGLang's host cache holds as much, exactly")
     if question.limit - exact < serving.settings.min_span:
         raise Refusal(Code.EXACT if exact else Code.SHORT, "nothing worth mapping")
     raise found.why or Refusal(Code.SHORT, "too few tokens to gain")
