@@ -58,6 +58,25 @@ def rewrite(world: World, model: ModelIdentity) -> None:
         path.write_bytes(data)
 
 
+def other_layout(world: World) -> None:
+    """Every block of the source has one head more than the source has."""
+    exchange = world.exchange.real
+    for path in world.root.rglob("*.kv"):
+        key = bytes.fromhex(path.stem)
+        header = exchange.header(key)
+        assert header is not None
+        path.unlink()
+        layout = header.layout.model_copy(update={"num_kv_heads": header.layout.num_kv_heads + 1})
+        exchange.put(
+            key,
+            model=header.model,
+            position=header.position,
+            layout=layout,
+            lineage=header.lineage,
+            payload=torch.zeros(layout.shape),
+        )
+
+
 def linked(world: World) -> None:
     """Every shard directory is a link to one elsewhere."""
     for shard in [p for p in world.root.iterdir() if p.is_dir()]:
@@ -107,6 +126,7 @@ FAULTS: dict[str, tuple[Callable[[World], None], str]] = {
     "read raises what it may not": (fails("get", RuntimeError("bug")), "internal"),
     "blocks corrupt": (fails("get", BlockCorrupt("checksum differs")), "corrupt"),
     "blocks of another revision": (lambda world: rewrite(world, identity("org/other", 3, 1)), "corrupt"),
+    "blocks of another layout": (other_layout, "corrupt"),
     "blocks empty": (unreadable, "no_source"),
     "shards are links": (linked, "no_source"),
     "directory removed": (removed, "exchange"),
@@ -126,6 +146,31 @@ def test_a_fault_of_the_exchange_costs_the_reuse_alone(world: World, name: str) 
     target.finish(running)
     assert target.cache.serving is not None  # one request's fault is not the process's
     world.exchange.release()
+    target.empty()
+
+
+def test_a_slow_exchange_is_waited_for_as_long_as_was_said(world: World) -> None:
+    world.exchange.delay = {"header": 0.01, "get": 0.01}
+    running = world.target.run(PROMPT, ask=ASK)
+    assert running.meta["mapped"] == 192
+    assert world.exchange.calls["get"] == 3 and running.meta["waited_ms"] >= 30  # three reads of 10 ms
+    world.target.empty()
+
+
+def test_one_prompt_several_answers(world: World) -> None:
+    """Parallel sampling: the copies come at once, before anything is in the tree, or after."""
+    target = world.target
+    for round_, prompt in enumerate((PROMPT, [*PROMPT, 4])):
+        copies = [target.admit(target.request(prompt, ask=ASK)) for _ in range(3)]
+        mapped = mapped_rows(MAPPER, native_rows(SMALL, PROMPT[:192], range(192)), range(192))
+        for copy in copies:
+            assert copy.meta["mapped"] >= 192 and copy.loaded == (0 if round_ else 192)
+            torch.testing.assert_close(target.row(copy, 192), mapped)
+        for number, copy in enumerate(copies):
+            target.decode(copy, 2 + number)
+        target.drop(copies.pop(1))
+        for copy in copies:
+            target.finish(copy)
     target.empty()
 
 

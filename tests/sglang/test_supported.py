@@ -145,6 +145,14 @@ def test_weights_in_memory_must_be_those_of_the_files() -> None:
         ("enable_dp_attention", True, "data-parallel attention"),
         ("pp_size", 2, "pipeline"),
         ("disaggregation_mode", "prefill", "PD"),
+        ("lora_paths", ["x"], "LoRA"),
+        ("attn_cp_size", 2, "attention context"),
+        ("attn_dp_size", 2, "data-parallel attention"),
+        ("dp_size", 2, "data parallelism"),
+        ("dcp_size", 2, "decode context"),
+        ("enable_streaming_session", True, "streaming sessions"),
+        ("model_loader_extra_config", '{"x": 1}', "loader-extra"),
+        ("custom_weight_loader", ["x"], "custom weight loader"),
     ],
 )
 def test_configurations_are_refused_by_name(option: str, value: object, named: str) -> None:
@@ -159,3 +167,29 @@ def test_configurations_are_refused_by_name(option: str, value: object, named: s
     assert refused_configuration(context) is None
     setattr(plain, option, value)
     assert named in str(refused_configuration(context))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"disable_radix_cache": True}, "--disable-radix-cache"),
+        ({"is_hybrid_swa": True}, "sliding-window"),
+        ({"is_hybrid_ssm": True}, "hybrid"),
+        ({"params": SimpleNamespace(page_size=48)}, "page size 48"),
+        ({"params": SimpleNamespace(page_size=128)}, "page size 128"),
+        ({"server_args": SimpleNamespace(tp_size=2, nnodes=2)}, "several machines"),
+        ({"server_args": SimpleNamespace(tp_size=2, enable_hierarchical_cache=True)}, "hierarchical cache"),
+        ({"server_args": SimpleNamespace(tp_size=2)}, None),
+        ({"server_args": SimpleNamespace(enable_hierarchical_cache=True)}, None),
+    ],
+)
+def test_caches_and_combinations_are_refused_by_name(changes: dict[str, object], named: str | None) -> None:
+    plain = {
+        "server_args": SimpleNamespace(),
+        "disable_radix_cache": False,
+        "is_hybrid_swa": False,
+        "is_hybrid_ssm": False,
+        "params": SimpleNamespace(page_size=64),
+    }
+    found = refused_configuration(SimpleNamespace(**(plain | changes)))
+    assert found is None if named is None else named in str(found)
