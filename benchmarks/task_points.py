@@ -5,10 +5,10 @@
 
 Both models first leave their rows of every context, and their own answers, in DIR (`task_record.py`), one
 model in memory at a time. A mapper then costs its map of the recorded rows, the last context token and the
-answers. Mappers of either direction are artifacts, saved `{"tensors", "layers"}` as `kvhub.fit.solve` makes
-them, or with `--text` the plain recipes of `correlation_points.py`, solved here. Lines are appended as they
-come; a mapper that is there is not measured again. Items come in blocks after the same examples; intervals
-(95 %) resample whole blocks, native and mapped alike.
+answers, which DIR keeps under its name. Mappers of either direction are artifacts, saved `{"tensors",
+"layers"}` as `kvhub.fit.solve` makes them, or with `--text` the plain recipes of `correlation_points.py`,
+solved here. Lines are appended as they come; a mapper that is there is not measured again. Items come in
+blocks after the same examples; intervals (95 %) resample whole blocks, native and mapped alike.
 
     floor_normalised  (mapped - chance) / (native - chance); undefined where native is not above chance
     agreement         choices that are native's
@@ -26,7 +26,7 @@ import csv
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -216,13 +216,13 @@ def run_direction(
     names = pair.paths[turn].name, pair.paths[1 - turn].name
     for name, candidate in named:
         began = time.monotonic()
-        answered = [
-            Answered(
-                task, native[i], own[i], empty[i], records.mapped(candidate, source, target, task),
-                records.mapped(candidate, source, target, task, wrong=True) if name in wrong else None,
-            )
-            for i, task in enumerate(tasks)
-        ]  # fmt: skip
+        answered = []
+        for i, task in enumerate(tasks):
+            mapped = records.mapped(candidate, source, target, task, key=name)
+            other = None
+            if name in wrong:
+                other = records.mapped(candidate, source, target, task, key=name, wrong=True)
+            answered.append(Answered(task, native[i], own[i], empty[i], mapped, other))
         about = {"pair": pair.name, "source": names[0], "target": names[1], "recipe": name}
         lines = {one.task.name: summarize([one]) for one in answered}
         lines |= {part: summarize(answered, part) for part in ("all", "even", "odd")}
@@ -246,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--task", action="append", required=True, help="FORM:NAME=FILE (task_items.py)")
     parser.add_argument("--items", type=int, default=100, help="of each task")
     parser.add_argument("--block", type=int, default=5, help="items that share examples")
+    parser.add_argument("--blocks", type=int, help="only the first blocks of each task")
     parser.add_argument("--shots", type=int, default=4, help="examples")
     parser.add_argument("--prefix", type=int, default=192, help="tokens before a continuation (form next)")
     parser.add_argument("--mapper", action="append", default=[], help="NAME=DIR or NAME=FILE.pt")
@@ -266,7 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pair = Pair(paths, identities, getattr(torch, given.dtype), Records(given.record))
     tokenizer = load_tokenizer(paths[0])
     size = {"items": given.items, "block": given.block, "shots": given.shots, "prefix": given.prefix}
-    tasks = [parse(text, tokenizer, **size) for text in given.task]
+    whole = [parse(text, tokenizer, **size) for text in given.task]
+    tasks = [replace(task, blocks=task.blocks[: given.blocks]) for task in whole]
     pair.record(tasks)
     for turn in given.turn or (0, 1):
         named = list(finished(pair, turn, given.mapper))

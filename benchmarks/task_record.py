@@ -67,8 +67,7 @@ class Records:
                     for i in block.items
                 ]
                 np.save(place, np.concatenate(rows))
-            bounds = np.cumsum([len(item.answers) for item in block.items])[:-1]
-            found += list(np.split(np.load(place), bounds))
+            found += _items(block, np.load(place))
         return found
 
     def mapped(
@@ -78,21 +77,37 @@ class Records:
         target: LoadedModel,
         task: TaskSet,
         *,
+        key: str,
         wrong: bool = False,
     ) -> list[Array]:
-        """The target's answers on the source's rows through a mapper; wrong: rows of the next block."""
+        """The target's answers on the source's rows through a mapper; wrong: rows of the next block.
+
+        key: names the mapper; what it answered before is not run again.
+        """
         found = []
         for number, block in enumerate(task.blocks):
+            name = f"{source.digest[:16]}-{key}-{'wrong' if wrong else 'mapped'}"
+            place = self._place(target.identity, block).with_suffix(f".{name}.npy")
+            if place.exists():
+                found += _items(block, np.load(place))
+                continue
+            answers = []
             other = task.blocks[(number + 1) % len(task.blocks)] if wrong else block
             served = list(_served(candidate, self.load(source, other), len(other.examples)))
             for index, item in enumerate(block.items):
                 rows = served[index % len(served)]
                 length = sum(len(part) for part in rows) + 1
-                found.append(score(target, rows, length, item.context[-1], item.answers))
+                answers.append(score(target, rows, length, item.context[-1], item.answers))
+            np.save(place, np.concatenate(answers))
+            found += answers
         return found
 
     def _place(self, model: ModelIdentity, block: Block) -> Path:
         return self.directory / f"{model.digest[:16]}-{block.digest[:16]}.safetensors"
+
+
+def _items(block: Block, answers: Array) -> list[Array]:
+    return list(np.split(answers, np.cumsum([len(item.answers) for item in block.items])[:-1]))
 
 
 def _served(candidate: Candidate, recorded: Recorded, start: int) -> Iterator[list[KvRows]]:
