@@ -120,6 +120,14 @@ def test_lossy_blocks_of_a_source(tmp_path: Path, max_hops: int, mapped: int) ->
     assert exchange.asked == [3, 3, 1 if max_hops == 1 else 3]
 
 
+def test_too_little_to_gain(root: Path) -> None:
+    engine, exchange = target(root)
+    assert engine.run(PROMPT[:60], ask=ASK).meta["reason"] == "short"
+    engine.run(PROMPT[:300])
+    covered = engine.run(PROMPT[:340], ask=ASK).meta
+    assert (covered["reason"], covered["exact"]) == ("exact", 300) and not exchange.asked
+
+
 def test_runs_cover_everything_once() -> None:
     for first, stop in ((0, 0), (3, 3), (5, 4), (0, 1), (2, 300)):
         covered = list(runs(first, stop))
