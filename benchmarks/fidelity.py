@@ -9,8 +9,9 @@ then a solve and two short tails a window (its own document's cache and another'
 the same tokens. A line is one recipe on `all` held-out windows of the texts that were fitted on, on each one,
 and on those that were not fitted on (`other`); lines that are there already are replaced. `default` is what
 `kvhub fit` does unasked, its gradient steps included. `removed` is the share of the paper's excess that is
-gone, paired over windows. What was run, on what and where is kept beside the lines (`fidelity.json`), a pair
-at a time. The same input gives the same numbers: nothing is drawn but from fixed seeds.
+gone, paired over windows, where that excess is above 0 beyond chance. What was run, on what and where is kept
+beside the lines (`fidelity.json`), a pair at a time. The same input gives the same numbers: nothing is drawn
+but from fixed seeds.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from kvhub.study.recipes import RECIPES, apply_flops, fit, named, stored_bytes
 COLUMNS = (
     "pair", "recipe", "domain", "excess_nll", "low", "high", "removed", "removed_low", "removed_high",
     "kl", "kl_low", "kl_high", "top1", "cosine", "cosine_worst", "gap_recovered", "gap_low", "gap_high",
-    "wrong_document", "source", "empty", "empty_kl", "native_nll", "k", "exact_prefix", "bytes", "apply_flops",
-    "fit_seconds", "windows", "n",
+    "wrong_document", "source", "empty", "empty_kl", "native_nll", "k", "exact_prefix", "bytes",
+    "apply_flops", "fit_seconds", "windows", "n",
 )  # fmt: skip
 
 
@@ -81,7 +82,8 @@ def lines(
         for prefix, estimate in estimates.items():
             line[f"{prefix}low"], line[f"{prefix}high"] = estimate.low, estimate.high
         line["gap_recovered"] = estimates["gap_"].value
-        if paper is not None:
+        # Where the paper loses nothing there is no loss to share.
+        if paper is not None and (recipe == "paper" or part(paper, names).over_native().low > 0):
             removed = mine.share_removed(part(paper, names))
             line |= {"removed": removed.value, "removed_low": removed.low, "removed_high": removed.high}
         cosine = mine.cosine()

@@ -69,7 +69,6 @@ RECIPES = (
     Recipe("closed-form", stride=1, first_weight=0, stretch_keys=0.5, stretch_values=0.5),
     Recipe("ridge-distilled", steps=60),
     Recipe("default", stride=1, first_weight=0, stretch_keys=0.5, stretch_values=0.5, steps=60),
-    Recipe("default-4-exact", stride=1, exact_prefix=4, stretch_keys=0.5, stretch_values=0.5, steps=60),
 )
 """Each alone, then together; the paper's lambda first, because shares of what is removed are of its excess.
 `default` is what `kvhub fit` does unasked."""
