@@ -75,7 +75,8 @@ def section(pair: str, lines: list[Line]) -> str:
     return "\n\n".join([
         f"### {pair.replace('->', ' → ')}",
         f"{first['windows']} held-out windows, {first['n']} positions;"
-        f" native NLL {number(first, 'native_nll')}; excess of the source alone {number(first, 'source')}, of an empty cache {number(first, 'empty')}.",
+        f" native NLL {number(first, 'native_nll')}; excess of the source alone {number(first, 'source')},"
+        f" of an empty cache {number(first, 'empty')}.",
         table(HEAD, [cells(line) for line in every]),
         "Excess NLL by text (`other`: texts that were not calibrated on):",
         table(["recipe", *domains], texts),
