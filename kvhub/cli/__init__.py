@@ -6,6 +6,7 @@ Exit codes: 0 ok, 1 failure, 2 usage or input, 3 not found, 4 access, 5 network,
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -142,6 +143,9 @@ def run(argv: list[str] | None = None) -> int:
 
         if is_full(error):  # in a library, which writes where it likes
             return _fail("the disk is full", "free some space, or set KVHUB_HOME or HF_HOME elsewhere", 1)
+        if isinstance(error, OSError) and error.errno == errno.EROFS:
+            where = f"{error.filename or 'a file'} is on a disk that is read-only"
+            return _fail(where, "set KVHUB_HOME or HF_HOME elsewhere", 4)
 
         if _interrupted(error):  # some libraries turn a Ctrl-C during an import into an error of their own
             click.echo("Interrupted", err=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -91,6 +93,23 @@ def test_registry_errors_have_their_codes(
         raising(monkeypatch, error)
         assert run(["list"]) == code
         assert capsys.readouterr().err.startswith("Error: m\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "says"),
+    [
+        (errno.ENOSPC, 1, "Error: the disk is full"),
+        (errno.EROFS, 4, "Error: x.db is on a disk that is read-only"),
+        (errno.EACCES, 4, "Error: x.db may not be written"),
+    ],
+)
+def test_a_disk_that_a_library_could_not_write(
+    number: int, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raising(monkeypatch, OSError(number, os.strerror(number), "x.db"))
+    assert run(["list"]) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == says and len(lines) == 2 and "bug" not in lines[1]
 
 
 def test_an_unknown_exception_is_one_line(
