@@ -86,8 +86,8 @@ def explain(settings: _Read, tokens: int, held: int, new: int) -> dict[str, Any]
         decision, reason = "map", cost.reason
         if settings.reuse == "off" or served.state == "retired":
             decision, reason = "compute", "declined: reuse is off or the mapper is retired"
-        elif count < settings.min_span:
-            decision, reason = "compute", f"short: {count} tokens to gain, min_span {settings.min_span}"
+        elif count < (least := max(settings.min_span, served.min_span or 1)):
+            decision, reason = "compute", f"short: {count} tokens to gain, min_span {least}"
         elif settings.worth == "auto" and not cost.worth:
             decision, reason = "compute", f"not_worth_it: {cost.reason}"
         mapped = count if decision == "map" else 0

@@ -57,6 +57,12 @@ if TYPE_CHECKING:
     help="Last tokens of the history that are computed, not mapped.",
 )
 @click.option(
+    "--max-turn",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Last turn of a conversation to map; hints must say which turn it is. Default: no limit.",
+)
+@click.option(
     "--stage-wait-ms",
     metavar="MS",
     type=click.FloatRange(0, 60000),
@@ -105,6 +111,7 @@ def command(
     worth: str,
     exact_prefix: int | None,
     native_tail: int,
+    max_turn: int | None,
     stage_wait_ms: float,
     publish: str,
     publish_wait_ms: float,
@@ -152,6 +159,7 @@ def command(
         worth=worth,
         exact_prefix=exact_prefix,
         native_tail=native_tail,
+        max_turn=max_turn,
         stage_wait_ms=stage_wait_ms,
         publish=publish,
         publish_wait_ms=publish_wait_ms,

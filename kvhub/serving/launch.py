@@ -46,6 +46,7 @@ def settings(
     worth: str = "auto",
     exact_prefix: int | None = None,
     native_tail: int = 0,
+    max_turn: int | None = None,
     stage_wait_ms: float = 1000.0,
     publish_wait_ms: float = 50.0,
     publish: str = "all",
@@ -69,6 +70,9 @@ def settings(
                 "allow_draft": allow_draft and row.state is not State.READY,
                 "exact_prefix": exact_prefix,
                 "native_tail": native_tail,
+                "min_span": None,
+                "max_hops": None,
+                "max_turn": max_turn,
             }
             for row in mappers
         ],

@@ -18,6 +18,14 @@ class MapperPolicy(Record):
     """First tokens that are computed, not mapped; None, or less than the mapper's own number: that one."""
     native_tail: int = Field(default=0, ge=0, le=65536)
     """Last tokens of what could be mapped that are computed instead."""
+    min_span: int | None = Field(default=None, ge=1)
+    """What reuse by this mapper must save at least; None, or less than the server's: the server's."""
+    max_hops: int | None = Field(default=None, ge=1, le=8)
+    """How many mappers may lie under rows that this one gave, itself included; never more than the
+    server's."""
+    max_turn: int | None = Field(default=None, ge=1)
+    """The last turn of a conversation that this mapper is used for. A request whose turn is not known
+    is a later one."""
 
 
 class Policy(Record):

@@ -200,6 +200,9 @@ def open_candidate(
         native_tail=served.native_tail,
         first_head=heads.first,
         make_ready=lambda: mapper.prepare(device, dtype),
+        min_span=served.min_span or 1,
+        max_hops=served.max_hops or 8,
+        max_turn=served.max_turn,
     )
 
 

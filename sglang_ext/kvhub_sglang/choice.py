@@ -33,6 +33,8 @@ class Ask(BaseModel):
     sources: list[str] | None = Field(default=None, max_length=64)
     """Names or identity digests of source models to consider; None: all that are allowed."""
     max_hops: int | None = Field(default=None, ge=1, le=8)
+    turn: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Which turn of its conversation this is; a client's own word can only make it a later one."""
     worth: Literal["auto", "always"] | None = None
     """Whether to weigh mapping against computing. Only kv_hints may set aside a server's `auto`."""
 
@@ -44,6 +46,8 @@ class Choice:
     sources: frozenset[str] | None
     max_hops: int
     worth: Literal["auto", "always"] = "auto"
+    turn: int | None = None
+    """None: nobody who is trusted said so."""
 
 
 def choose(req: Any, settings: ServingSettings) -> Choice:
@@ -73,7 +77,9 @@ def choose(req: Any, settings: ServingSettings) -> Choice:
         worth = "always"
     if any(ask.worth == "auto" for ask in asks):
         worth = "auto"
-    return Choice(sources, max_hops, worth)
+    trusted = any(hint.turn is not None for hint in hints)
+    turn = max((ask.turn for ask in asks if ask.turn is not None), default=None) if trusted else None
+    return Choice(sources, max_hops, worth, turn)
 
 
 def _hints(req: Any) -> list[Ask]:

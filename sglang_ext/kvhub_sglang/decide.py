@@ -74,12 +74,22 @@ class Question:
     """Tokens on the device in the request's own namespace, when it was asked."""
     lossy: int
     """The same in the lossy one."""
+    absent: Refusal
+    """Why nothing is mapped where there are no candidates."""
+
+    def worth_it(self, gained: int, found: Found, least: int) -> bool:
+        """Whether `gained` tokens are enough for every mapper that would be used. least: for the server."""
+        return gained >= max([least, *(c.min_span for c in found.candidates)])
 
 
 def ask(serving: Serving, req: Any, tokens: Sequence[int], limit: int, match: Match) -> Question:
     """What to look for, or `Refusal` where nothing can be gained."""
     choice = choose(req, serving.settings)
-    candidates = tuple(c for c in serving.candidates if choice.sources is None or c.named(choice.sources))
+    named = tuple(c for c in serving.candidates if choice.sources is None or c.named(choice.sources))
+    candidates = tuple(c for c in named if c.serves_turn(choice.turn))
+    absent = Refusal(Code.NO_SOURCE, "no mapper of an allowed source")
+    if named and not candidates:
+        absent = Refusal(Code.TURNS, f"its mappers are not used in turn {choice.turn or '(not said)'}")
     limit -= limit % serving.page_size
     allowed = sorted({c.digest for c in candidates} | set(serving.settings.lineage_mappers))
     salt = serving.salts.lossy(policy_digest(allowed, choice.max_hops), req.cache_salt)
@@ -98,6 +108,7 @@ def ask(serving: Serving, req: Any, tokens: Sequence[int], limit: int, match: Ma
         allowed=tuple(allowed),
         exact=exact,
         lossy=lossy,
+        absent=absent,
     )
 
 
@@ -117,7 +128,7 @@ def compose(serving: Serving, plan: Plan, question: Question, found: Found, matc
     start = max(own_end, lossy)
     end = min(plan.covered_to(start), question.limit)
     gained = end - max(own_end, exact + host)
-    if question.candidates and gained >= serving.settings.min_span:
+    if question.candidates and question.worth_it(gained, found, serving.settings.min_span):
         needed = max((c.exact_prefix for c in found.candidates), default=0)
         if own_end < needed and lossy < needed:
             raise NeedsPrefix(needed)

@@ -29,14 +29,15 @@ def look_up(serving: Serving, question: Question) -> Found:
     Headers are believed for looking alone; what is read is proven.
     """
     own = _own(serving, question)
-    why = Refusal(Code.NO_SOURCE, "no mapper of an allowed source")
+    why = question.absent
     own_end = min(reach_of(own, question.exact), question.limit)
     start = max(own_end - own_end % serving.page_size, question.lossy)
     mapped: dict[int, BlockSource] = {}
     if question.candidates:
         mapped, why = _mapped(serving, question, start)
     reach = min(reach_of({**mapped, **own}, start), question.limit)
-    if question.candidates and reach - own_end >= serving.settings.min_span:
+    found = Found({**mapped, **own}, why)
+    if question.candidates and question.worth_it(reach - own_end, found, serving.settings.min_span):
         # own blocks below the device's lossy rows are not needed: those rows are there
         kept = own if question.lossy <= own_end else {}
         found = Found({**mapped, **kept}, why)
@@ -134,7 +135,7 @@ def _usable(
     """A source's block as a source of rows here; why not; None where there is none."""
     if header is None:
         return None
-    if header.lineage.hops >= question.choice.max_hops:
+    if header.lineage.hops >= min(question.choice.max_hops, candidate.max_hops):
         hops = header.lineage.hops + 1
         return Refusal(Code.HOPS, f"block {index} would have {hops} mappers under it")
     lineage = header.lineage.then(candidate.digest)

@@ -20,6 +20,7 @@ class Code(StrEnum):
     NO_SOURCE = "no_source"  # no block of an allowed source is in the exchange
     SHORT = "short"  # too few tokens to gain
     HOPS = "hops"  # only blocks with too many mappers under them
+    TURNS = "turns"  # a later turn than its mappers are used for, or none was told
     EXACT_PREFIX = "exact_prefix"  # the first tokens, which the mapper leaves out, are not held
     HICACHE = "hicache"  # SGLang's own host cache already serves this request
     CAPACITY = "capacity"  # no free slots, or no memory to stage blocks

@@ -41,6 +41,12 @@ class Candidate:
     """The first KV head of the target that this rank's part of the mapper writes."""
     make_ready: Callable[[], None] = lambda: None
     """Have the mapper ready before a request is admitted; called on a worker. Quick where it is."""
+    min_span: int = 1
+    """Tokens that reuse by it must save, where that is more than the server asks for."""
+    max_hops: int = 8
+    """Mappers that may lie under its rows, where that is fewer than the server allows."""
+    max_turn: int | None = None
+    """The last turn of a conversation that it is used for."""
 
     @property
     def exact_prefix(self) -> int:
@@ -62,6 +68,10 @@ class Candidate:
     def layout(self) -> Layout:
         """What the mapper reads: under tensor parallelism, the heads that this rank's part needs."""
         return layout_of(self.mapper.manifest.source)
+
+    def serves_turn(self, turn: int | None) -> bool:
+        """Whether it is used in this turn of a conversation (None: nobody said which)."""
+        return self.max_turn is None or (turn is not None and turn <= self.max_turn)
 
     def named(self, names: frozenset[str]) -> bool:
         """Whether a request's list of sources names this one (name or digest)."""
