@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -53,6 +54,7 @@ class KvhubRadixCache(QueueingCache):
         self._salts: Salts | None = None  # outlives a switch-off: lossy rows stay in the tree
         self._load_is_private = False
         self._staged: dict[Any, Plan] = {}
+        self._in_work: WeakSet[Any] = WeakSet()
         self._prefills = Prefills()
         self.watch: Watch | None = None
         self.background: Background | None = None
@@ -333,12 +335,18 @@ class KvhubRadixCache(QueueingCache):
         if plan is not None:
             self._guarded("release", lambda: self._computed(req, plan), None)
         super().checkpoint(req, up_to=up_to, **kwargs)
+        self._in_work.add(req)
         serving, pool = self.serving, self.pool
         if serving is None or pool is None or serving.settings.publish == "none" or not req.finished():
             return
         if unsupported(req) is None and req.kv.req_pool_idx is not None:
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
-            self._guarded("publish", lambda: self._publish(serving, pool, req, plan, up_to, row), None)
+            alone = len(self._in_work) == 1  # whoever else is in work would wait with this answer
+
+            def leave() -> None:
+                publish(serving, pool, self.rows, req, plan, up_to, row, wait=alone)
+
+            self._guarded("publish", leave, None)
 
     def _note(self, req: Any, plan: Plan, up_to: int) -> None:
         """The rows computed since the last checkpoint lie on all that is before them."""
@@ -348,15 +356,11 @@ class KvhubRadixCache(QueueingCache):
             self.rows.note(row[start:], self.rows.under(row[:start]))
             plan.noted = up_to
 
-    def _publish(
-        self, serving: Serving, pool: Pool, req: Any, plan: Plan | None, up_to: int, row: torch.Tensor
-    ) -> None:
-        publish(serving, pool, self.rows, req, plan, up_to, row)
-
     # ---- the end of a request
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
+        self._in_work.discard(req)
         self._guarded("on_release", lambda: self._forget(req), None)
 
     def _forget(self, req: Any) -> None:

@@ -15,13 +15,21 @@ from kvhub_sglang.serving import Serving
 
 
 def publish(
-    serving: Serving, pool: Pool, rows: RowLineages, req: Any, plan: Plan | None, up_to: int, row: Tensor
+    serving: Serving,
+    pool: Pool,
+    rows: RowLineages,
+    req: Any,
+    plan: Plan | None,
+    up_to: int,
+    row: Tensor,
+    *,
+    wait: bool = True,
 ) -> int:
     """Hand the full blocks of `[0, up_to)` to the publisher; returns how many are stored already.
 
     row: `[up_to]` pool slots of the request's tokens, as the tree now holds them. A
     request under the lossy salt is published in the lossy class; its exact blocks were
-    published by whoever computed them.
+    published by whoever computed them. wait: see `Publisher.publish`.
     """
     lossy = plan is not None and plan.lossy
     if lossy and serving.settings.publish == "exact":
@@ -45,4 +53,4 @@ def publish(
                     break  # a chain with a hole is of no use beyond it
                 payload = pool.read(slots).cpu()
             blocks.append(Publication(key, index * BLOCK_TOKENS, lineage, payload))
-    return publisher.publish(serving.digest, serving.layout, blocks) if blocks else 0
+    return publisher.publish(serving.digest, serving.layout, blocks, wait=wait) if blocks else 0

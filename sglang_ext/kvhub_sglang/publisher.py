@@ -2,7 +2,8 @@
 
 The rows are copied from the pool before the request's slots can be reused; hashing and
 writing are a worker's. An answer waits a little for its blocks, so that the next turn
-finds them, unless the writer is behind already.
+finds them, unless the writer is behind already or other requests are in work, which would
+wait with it.
 """
 
 from __future__ import annotations
@@ -55,8 +56,11 @@ class Publisher:
         """Reserve memory for a copy; False where too much is on its way already."""
         return self.budget.take(size, until=0.0)
 
-    def publish(self, model: str, layout: Layout, blocks: Sequence[Publication]) -> int:
-        """Store blocks whose payloads were reserved by `room`; waits a little. Returns how many are new."""
+    def publish(self, model: str, layout: Layout, blocks: Sequence[Publication], *, wait: bool = True) -> int:
+        """Store blocks whose payloads were reserved by `room`. Returns how many are new by now.
+
+        wait: a little, on the caller's thread.
+        """
         done = threading.Event()
         stored = [0]
         size = sum(layout.nbytes for block in blocks if block.payload is not None)
@@ -80,7 +84,7 @@ class Publisher:
             self.budget.give(size)
             self.metrics.dropped(size // layout.nbytes)
             return 0
-        if size and not behind:
+        if wait and size and not behind:
             done.wait(self.wait_seconds)
         return stored[0]
 

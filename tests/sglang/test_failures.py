@@ -214,6 +214,26 @@ def test_what_cannot_be_published_in_time_is_dropped(world: World) -> None:
     assert world.target.serving.publisher.budget.held <= world.target.serving.layout.nbytes * 2
 
 
+def test_an_answer_waits_for_its_blocks_only_where_nobody_waits_with_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, waited = world.target, []
+    publish = target.serving.publisher.publish
+
+    def spy(*args: Any, wait: bool) -> int:
+        waited.append(wait)
+        return publish(*args, wait=wait)
+
+    monkeypatch.setattr(target.serving.publisher, "publish", spy)
+    runs = [target.admit(target.request([number, *PROMPT])) for number in range(3)]
+    for running in runs:
+        target.decode(running, 1)
+    target.drop(runs.pop())  # aborted: it waits for nothing any more
+    for running in runs:
+        target.finish(running)
+    assert waited == [False, True]
+
+
 def test_the_exchange_is_asked_by_workers_alone(world: World) -> None:
     world.target.run(PROMPT, ask=ASK)
     assert world.exchange.threads == {"kvhub-stage-0", "kvhub-publish-0"} or world.exchange.threads == {
