@@ -1,12 +1,14 @@
 """What kvhub costs a server that does not use it: TTFT beside stock SGLang; results/overhead.json.
 
-    python -m benchmarks.overhead [--model small] [--requests 600] [--lengths 64 512]
+    python -m benchmarks.overhead [--model small] [--starts 4] [--requests 400] [--lengths 64 512]
 
 Two servers at once on the same model: stock SGLang, and SGLang with kvhub loaded, a mapper ready, an
 exchange and publishing as they are by default. Requests do not ask for reuse. A pair is one prompt asked
 of both, one after the other, in an order that alternates; each prompt is new to both. The ratio is kvhub /
 stock of the time to the first streamed token, so above 1 kvhub is slower. The interval is a 95 % bootstrap
-over pairs of the ratio of the geometric means.
+over pairs of the ratio of the geometric means. Two processes of the same program differ by some per cent
+for as long as they live (where their memory lies), so both are started anew several times, in either order,
+and the ratio of each start is kept beside the whole: `--control`, stock against stock, shows the same spread.
 """
 
 from __future__ import annotations
@@ -60,11 +62,70 @@ def trimmed(ours: list[float], stock: list[float], share: float = 0.05) -> dict[
     return ratio(list(np.asarray(ours)[kept]), list(np.asarray(stock)[kept]))
 
 
+def run(
+    arguments: argparse.Namespace, home: str, ids: list[int], number: int
+) -> dict[int, dict[str, list[list[float]]]]:
+    """By length: what one start of both servers took, its share of the pairs, the first ones left out."""
+    flags = ["--max-total-tokens", "32768"]
+
+    def stock() -> Server:
+        return servers.start_stock(stack, arguments.model, flags=flags)
+
+    def ours() -> Server:
+        if arguments.control:
+            return stock()
+        exchange = stack.enter_context(servers.exchange_directory())
+        settings = {"worth": "auto"}
+        return servers.start(stack, arguments.model, home, exchange, settings=settings, flags=flags)
+
+    makers = {"stock": stock, "kvhub": ours}
+    with contextlib.ExitStack() as stack:
+        pair = {name: makers[name]() for name in sorted(makers, reverse=bool(number % 2))}
+        for server in pair.values():
+            server.wait(servers.PATIENCE)
+        found, start = {}, number * 5003
+        for length in arguments.lengths:
+            prompts = []
+            for _ in range(arguments.warmup + arguments.requests // arguments.starts):
+                # a first token of its own makes every prompt new to both servers
+                prompts.append([3 + start % 4000, *ids[start % 90000 :][: length - 1]])
+                start += 17
+            rows = measure(pair, prompts, arguments.pause)
+            found[length] = {name: row[arguments.warmup :] for name, row in rows.items()}
+    return found
+
+
+def summary(length: int, starts: list[dict[int, dict[str, list[list[float]]]]]) -> dict[str, Any]:
+    """Ratios of one length over all starts, and of each; milliseconds beside them."""
+    times = {
+        name: np.asarray([row for start in starts for row in start[length][name]])
+        for name in ("kvhub", "stock")
+    }
+    first = [list(times[name][:, 0]) for name in ("kvhub", "stock")]
+    total = [list(times[name][:, 1]) for name in ("kvhub", "stock")]
+    alone = [[[row[0] for row in start[length][name]] for name in ("kvhub", "stock")] for start in starts]
+    return {
+        "tokens": length,
+        "ttft": ratio(*first),
+        "ttft_of_each_start": [ratio(*one)["ratio"] for one in alone],
+        "ttft_trimmed_5_percent": trimmed(*first),
+        "whole_request": ratio(*total),
+        **{
+            f"{name}_ttft_ms": {
+                "p50": round(float(np.median(values)), 2),
+                "p95": round(float(np.quantile(values, 0.95)), 2),
+            }
+            for name, values in zip(("kvhub", "stock"), first, strict=True)
+        },
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="large", choices=["small", "large"])
-    parser.add_argument("--requests", type=int, default=400, help="pairs per length")
-    parser.add_argument("--warmup", type=int, default=40, help="pairs per length that are not counted")
+    parser.add_argument("--starts", type=int, default=4, help="times that both servers are started")
+    parser.add_argument("--requests", type=int, default=400, help="pairs per length, over all starts")
+    parser.add_argument("--warmup", type=int, default=15, help="pairs per length and start that do not count")
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between requests")
     parser.add_argument("--home", help="KVHUB_HOME with a mapper (default: fit one first)")
@@ -72,55 +133,25 @@ def main() -> None:
     parser.add_argument("--name", default="overhead")
     arguments = parser.parse_args()
     ids = servers.token_ids(slice(0, 400000))
+    with contextlib.ExitStack() as stack:
+        home = "" if arguments.control else stack.enter_context(servers.fitted_home(arguments.home))
+        starts = []
+        for number in range(arguments.starts):
+            starts.append(run(arguments, home, ids, number))
+            for length in arguments.lengths:
+                print(json.dumps(summary(length, starts[-1:])), flush=True)
     result: dict[str, Any] = {
         "what": "TTFT with kvhub loaded but not asked for, over stock SGLang's; interleaved pairs",
         "model": arguments.model,
         "control": arguments.control,
+        "starts": arguments.starts,
+        "excluded": f"the first {arguments.warmup} pairs of each length and start",
         "machine": machine.describe(),
-        "lengths": [],
+        "lengths": [summary(length, starts) for length in arguments.lengths],
+        "load_average_at_the_end": os.getloadavg(),
     }
-    with contextlib.ExitStack() as stack:
-        flags = ["--max-total-tokens", "32768"]
-        stock = servers.start_stock(stack, arguments.model, flags=flags)
-        if arguments.control:
-            ours = servers.start_stock(stack, arguments.model, flags=flags)
-        else:
-            home = stack.enter_context(servers.fitted_home(arguments.home))
-            exchange = stack.enter_context(servers.exchange_directory())
-            ours = servers.start(
-                stack, arguments.model, home, exchange, settings={"worth": "auto"}, flags=flags
-            )
-        for server in (stock, ours):
-            server.wait(servers.PATIENCE)
-        start = 0
-        for length in arguments.lengths:
-            prompts = []
-            for _ in range(arguments.warmup + arguments.requests):
-                # a first token of its own makes every prompt new to both servers
-                prompts.append([3 + start % 4000, *ids[start % 90000 :][: length - 1]])
-                start += 17
-            found = measure({"kvhub": ours, "stock": stock}, prompts, arguments.pause)
-            counted = {name: np.asarray(rows[arguments.warmup :]) for name, rows in found.items()}
-            first = [list(counted[name][:, 0]) for name in ("kvhub", "stock")]
-            total = [list(counted[name][:, 1]) for name in ("kvhub", "stock")]
-            row = {
-                "tokens": length,
-                "ttft": ratio(*first),
-                "ttft_trimmed_5_percent": trimmed(*first),
-                "whole_request": ratio(*total),
-                "stock_ttft_ms": {
-                    "p50": round(float(np.median(first[1])), 2),
-                    "p95": round(float(np.quantile(first[1], 0.95)), 2),
-                },
-                "kvhub_ttft_ms": {
-                    "p50": round(float(np.median(first[0])), 2),
-                    "p95": round(float(np.quantile(first[0], 0.95)), 2),
-                },
-            }
-            result["lengths"].append(row)
-            print(json.dumps(row), flush=True)
-        result["load_average_at_the_end"] = os.getloadavg()
-        print(machine.write(arguments.name, result))
+    print(json.dumps(result["lengths"]))
+    print(machine.write(arguments.name, result))
 
 
 if __name__ == "__main__":
