@@ -37,8 +37,11 @@ class _Read(Policy):
 @click.option("--tokens", metavar="N", type=click.IntRange(1, 1 << 24), required=True, help="Prompt tokens.")
 @click.option("--held", metavar="N", type=click.IntRange(0), default=0, help="Of them, held exactly there.")
 @click.option("--new", metavar="N", type=click.IntRange(0), default=1, help="Of them, new to both models.")
+@click.option(
+    "--turn", metavar="N", type=click.IntRange(1), help="Which turn of its conversation hints say it is."
+)
 @output.format_option("table", "json", "tsv")
-def command(server: str, tokens: int, held: int, new: int, form: str) -> None:
+def command(server: str, tokens: int, held: int, new: int, turn: int | None, form: str) -> None:
     """Say whether SERVER would map a history or compute it.
 
     SERVER is a port of `kvhub serve` on this machine, or a settings file; what it measured is read from its
@@ -47,7 +50,7 @@ def command(server: str, tokens: int, held: int, new: int, form: str) -> None:
     settings = _settings(server)
     if held + new > tokens:
         raise BadInput(f"{held} held and {new} new tokens are more than {tokens}")
-    found = explain(settings, tokens, held, new)
+    found = explain(settings, tokens, held, new, turn)
     if form == "json":
         output.as_json(found)
         return
@@ -61,7 +64,7 @@ def command(server: str, tokens: int, held: int, new: int, form: str) -> None:
         click.echo("no mapper is served: only its own rows are reused")
 
 
-def explain(settings: _Read, tokens: int, held: int, new: int) -> dict[str, Any]:
+def explain(settings: _Read, tokens: int, held: int, new: int, turn: int | None = None) -> dict[str, Any]:
     """The decision for each mapper of a settings file, as `kvhub_sglang.decide` takes it.
 
     Blocks are whole: of the history, only full blocks of 64 tokens can be mapped, and never the last token.
@@ -86,6 +89,9 @@ def explain(settings: _Read, tokens: int, held: int, new: int) -> dict[str, Any]
         decision, reason = "map", cost.reason
         if settings.reuse == "off" or served.state == "retired":
             decision, reason = "compute", "declined: reuse is off or the mapper is retired"
+        elif served.max_turn is not None and (turn is None or turn > served.max_turn):
+            said = "no hint says which turn it is" if turn is None else f"turn {turn}"
+            decision, reason = "compute", f"turns: {said}, max_turn {served.max_turn}"
         elif count < (least := max(settings.min_span, served.min_span or 1)):
             decision, reason = "compute", f"short: {count} tokens to gain, min_span {least}"
         elif settings.worth == "auto" and not cost.worth:

@@ -75,6 +75,28 @@ def test_prefix_and_tail_are_computed(home: Path, capsys: pytest.CaptureFixture[
     assert (row["exact"], row["mapped"]) == (4, 960 - 32 - 4)
 
 
+@pytest.mark.parametrize(
+    ("limits", "options", "reason"),
+    [
+        ({"max_turn": 3}, (), "turns: no hint"),
+        ({"max_turn": 3}, ("--turn", "4"), "turns: turn 4"),
+        ({"max_turn": 3}, ("--turn", "3"), ""),
+        ({"min_span": 961}, (), "short: 960 tokens to gain, min_span 961"),
+        ({"min_span": 960}, (), ""),
+    ],
+)
+def test_limits_of_one_mapper(
+    home: Path,
+    capsys: pytest.CaptureFixture[str],
+    limits: dict[str, int],
+    options: tuple[str, ...],
+    reason: str,
+) -> None:
+    write(home, mappers=[{"path": "x", "digest": M, "state": "ready", **limits}])
+    row = explained(capsys, "--tokens", "1000", *options)
+    assert row["decision"] == ("compute" if reason else "map") and reason in row["reason"]
+
+
 def test_every_format_says_the_same(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = "b" * 64
     write(home, mappers=[{"path": "x", "digest": d, "state": "ready"} for d in (M, other)])
