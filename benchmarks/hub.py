@@ -2,7 +2,7 @@
 
 The Hub is a process of its own, so memory is the client's alone. The plain client downloads the same
 files with `snapshot_download` and does not check them. Export and import (kvtransfer's layout, float32)
-take an artifact of `--interop-mb`. Writes benchmarks/results/hub.json.
+take an artifact of `--interop-mb` (`--interop-only`: nothing else). Writes benchmarks/results/hub.json.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "hub.json"
 REPO = "tester/bench"
 
 CHILD = """
@@ -35,7 +36,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=int, default=4096)
     parser.add_argument("--interop-mb", type=int, default=1024)
+    parser.add_argument("--interop-only", action="store_true", help="keep what is recorded of the rest")
     arguments = parser.parse_args()
+    if arguments.interop_only:
+        with tempfile.TemporaryDirectory(prefix="kvhub-bench-") as name:
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "KVHUB_HOME": str(Path(name) / "home")}
+            measured = interop(Path(name), environment, arguments.interop_mb)
+        record(json.loads(RESULT.read_text()) | {"interop": measured})
+        return
     with tempfile.TemporaryDirectory(prefix="kvhub-bench-") as name:
         root = Path(name)
         size = make(root / "made", arguments.mb)
@@ -64,9 +72,14 @@ def main() -> None:
         finally:
             hub.terminate()
             hub.wait()
+    record(found)
+
+
+def record(found: dict[str, object]) -> None:
+    """Print it and keep it."""
     print(json.dumps(found, indent=2))
-    (ROOT / "benchmarks" / "results").mkdir(exist_ok=True)
-    (ROOT / "benchmarks" / "results" / "hub.json").write_text(json.dumps(found, indent=2) + "\n")
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def measure(root: Path, environment: dict[str, str]) -> dict[str, object]:
@@ -131,6 +144,7 @@ def interop(root: Path, environment: dict[str, str], megabytes: int) -> dict[str
     )
     return {
         "bytes": size,
+        "load": os.getloadavg()[0],
         "imports_alone": child(importing, environment),
         "export": child(head + "e(made, out, 'kvtransfer')", environment),
         "import": child(head + back, environment),
