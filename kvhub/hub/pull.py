@@ -213,6 +213,7 @@ def _keep(
         except BaseException:
             if fresh:  # under the lock, so nobody else relies on it yet
                 shutil.rmtree(final, ignore_errors=True)
+                blobs.drop(manifest.files, settings)
             raise
         place = HubLocation(repo_id=remote.place, commit=remote.commit, pushed=False)
         record_location(manifest.digest, place, settings, revision=remote.reference.revision)

@@ -13,6 +13,7 @@ from kvhub.artifact.write import write_artifact
 from kvhub.catalog import register
 from kvhub.hub.store import exclusive
 from kvhub.settings import Settings
+from kvhub.store import blobs
 
 
 def add(
@@ -38,6 +39,7 @@ def add(
             except BaseException:
                 if fresh:  # under the lock, so nobody else relies on it yet
                     shutil.rmtree(final, ignore_errors=True)
+                    blobs.drop(written.files, settings)
                 raise
         finally:
             shutil.rmtree(place, ignore_errors=True)

@@ -57,6 +57,15 @@ def reuse(staged: Path, entry: FileEntry, settings: Settings) -> bool:
     return True
 
 
+def drop(files: Iterable[FileEntry], settings: Settings) -> None:
+    """Forget the shards of a mapper that has just gone, where no other has them; under the store's lock."""
+    for entry in _shards(files):
+        path = blob_path(entry.sha256, settings)
+        with suppress(OSError):
+            if path.stat().st_nlink == 1:
+                path.unlink()
+
+
 def unreferenced(settings: Settings) -> Iterator[Path]:
     """Blobs that no mapper has any more, and what a killed process left half linked."""
     folder = settings.home / "blobs"

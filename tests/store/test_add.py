@@ -23,5 +23,6 @@ def test_a_full_disk_under_the_registry_leaves_no_files(tmp_path: Path) -> None:
         with filled(disk, leave=80 << 10), pytest.raises(KvhubError, match=r"registry at .* is full"):
             add(manifest, tensors, settings, tag="try")
         assert [path.name for path in settings.mappers.iterdir()] == [".lock"]
+        assert not list((disk / "blobs").glob("*"))
         place, written = add(manifest, tensors, settings, tag="try")
         assert Path(find(written.digest, settings).path) == place and written.digest == manifest.digest
