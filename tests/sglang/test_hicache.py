@@ -145,12 +145,15 @@ def test_lossy_pages_are_not_written_to_storage(root: Path, tmp_path: Path) -> N
     storage = tmp_path / "storage"
     storage.mkdir()
     target = HostEngine(root, storage=storage)
-    target.run(PROMPT, 4, ask=ASK)
-    target.to_host()
-    assert pages(target, storage, 0) == 0
-    target.run([7, *PROMPT[1:]], 4)
-    target.to_host()
-    assert pages(target, storage, 12) == 12
+    try:
+        target.run(PROMPT, 4, ask=ASK)
+        target.to_host()
+        assert pages(target, storage, 0) == 0
+        target.run([7, *PROMPT[1:]], 4)
+        target.to_host()
+        assert pages(target, storage, 12) == 12
+    finally:
+        target.cache.shutdown()  # its threads
 
 
 def pages(target: HostEngine, storage: Path, wanted: int) -> int:

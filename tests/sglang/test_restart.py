@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from support.pools import LARGE, SMALL, Engine, Running, identity, mapped_rows, mapper_between, native_rows
 
 from kvhub_sglang import hooks
@@ -80,25 +80,20 @@ def test_what_an_old_process_mapped_counts_its_hops_in_a_new_one(root: Path) -> 
 # ---- weights updated online
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hooked() -> Iterator[None]:
-    """kvhub's hooks on SGLang's own classes, as its plugin places them; taken away again."""
-    import sglang.srt.managers.scheduler as scheduler
-
-    owners = {
-        target: scheduler.Scheduler if ".Scheduler." in target else SchedulerWeightUpdaterManager
-        for target in (hooks.STREAMER, hooks.ADDER, hooks.QUEUE, hooks.INTAKE, *hooks.WEIGHT_UPDATES)
-    }
-    names = {target: target.rpartition(".")[2] for target in owners}
-    originals = {target: owner.__dict__[names[target]] for target, owner in owners.items()}
-    hooks.place_hooks()
+    """kvhub's hooks on SGLang's own class, as its plugin places them; taken away again."""
+    names = {target: target.rpartition(".")[2] for target in hooks.WEIGHT_UPDATES}
+    originals = {name: SchedulerWeightUpdaterManager.__dict__[name] for name in names.values()}
+    for target in names:
+        HookRegistry.register(target, hooks._weights_changed, HookType.BEFORE)
     HookRegistry.apply_hooks()
     try:
-        assert hooks.missing() == []
+        assert not set(hooks.WEIGHT_UPDATES) & set(hooks.missing())
         yield
     finally:
-        for target, owner in owners.items():
-            setattr(owner, names[target], originals[target])
+        for target, name in names.items():
+            setattr(SchedulerWeightUpdaterManager, name, originals[name])
             HookRegistry._hooks.pop(target)
             HookRegistry._patched.discard(target)
 
