@@ -166,7 +166,8 @@ def _check_room(mappers: Path, size: int) -> None:
     free = store.free_bytes(mappers)
     if size + RESERVE > free:
         raise KvhubError(
-            f"the mapper takes {size >> 20} MiB, {mappers} has {free >> 20} MiB free",
+            f"the mapper takes {size / 1e6:.3g} MB, {mappers} has {free / 1e6:.3g} MB free"
+            f" of which {RESERVE / 1e6:.0f} stay so",
             "make room, or set KVHUB_HOME to another disk; nothing was kept",
         )
 

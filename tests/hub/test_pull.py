@@ -343,7 +343,7 @@ def test_a_disk_that_is_too_small_is_noticed_first(
     from kvhub.hub import store
 
     monkeypatch.setattr(store, "free_bytes", lambda _directory: 1 << 20)
-    with pytest.raises(KvhubError, match="MiB free"):
+    with pytest.raises(KvhubError, match="MB free"):
         pull(REPO)
     assert not any("/_blobs/" in path for _, path, _, _ in hub.log)
     nothing_was_kept(home)
