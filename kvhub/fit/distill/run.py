@@ -69,7 +69,8 @@ def distil(
 
     windows: what was fitted on. tuning: text that was not; the best of `how.checks` looks at it, and of
     the start, is kept, so that it is never worse there than what it started from. Without any the last
-    step is kept. progress: a file to go on from; the result is that of a run in one piece.
+    step is kept. progress: a file to go on from; the result is that of a run in one piece. It stays:
+    the mapper is not written yet.
     Both sides need the captures of the first `how.windows` on disk, or models in memory.
     Errors: `BadInput` where the windows are too short; `KvhubError` where the loss is not finite.
     """
@@ -85,8 +86,6 @@ def distil(
         for tensor, kept in zip(trained, state.kept, strict=True):
             tensor.copy_(kept)
     tensors = folded(solved, corrections, target.identity.geometry, settings)
-    if progress is not None:
-        progress.unlink(missing_ok=True)
     gc.collect()
     return replace(solved, tensors=tensors, training=_record(state, how, tail, settings.seed))
 
