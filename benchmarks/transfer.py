@@ -30,8 +30,14 @@ from kvhub.transfer.probe import Probe
 
 Fits = dict[str, dict[str, float]]
 """Numbers of a direction's fits, by recipe."""
-PLAIN = {"paper-k1": (1, "full"), "ridge": (None, "full"), "ridge-all": (0, "full"), "paper-all": (0, "full"),
-         "head-local": (None, "head-local")}  # fmt: skip
+PLAIN: dict[str, tuple[int | None, str]] = {
+    "ridge": (None, "full"),
+    "paper": (None, "full"),
+    "paper-k1": (1, "full"),
+    "ridge-all": (0, "full"),
+    "paper-all": (0, "full"),
+    "head-local": (None, "head-local"),
+}
 """Recipes that differ in k and support alone (and slightly in lambda): k; 0: all; None: as its line says."""
 SAID = ("context_kept", "probe_kl", "attention_cosine", "residual_error", "best_r2")
 LESS_IS_BETTER = {"probe_kl", "residual_error"}
@@ -70,7 +76,7 @@ def nearest(k: int, support: str, fits: Fits) -> str:
 def within(probe: Probe, fits: Fits) -> float:
     """Rank correlation of the probe's KL of the plain recipes' candidates with their fits' KL."""
     said, came = [], []
-    for recipe in (name for name in PLAIN if name in fits and name != "paper-all"):
+    for recipe in (name for name in PLAIN if name in fits and name not in ("paper", "paper-all")):
         k, support = candidate(recipe, fits)
         close = [one for one in probe.outcomes if one.support == support]
         if close:
@@ -164,12 +170,16 @@ def summary(path: Path) -> None:
     ranked = {f"{said}, {came}": estimate(groups, said, came) for said in SAID for came in REACHED}
     numbers = {
         "advised_above_best_kl": [float(one["advised_kl"]) - float(one["best_kl"]) for one in lines],
-        "ridge_above_best_kl": [float(one["ridge_kl"]) - float(one["best_kl"]) for one in lines],
+        "ridge_above_best_kl": [
+            float(one["ridge_kl"]) - float(one["best_kl"]) for one in lines if one["ridge_kl"]
+        ],
         "within": [float(one["within"]) for one in lines if one["within"]],
     }
     means = {name: {"mean": float(np.mean(v)), "n": len(v)} for name, v in numbers.items()}
     verdicts = {
-        verdict: [float(one["ridge_kept"]) for one in lines if one["verdict"] == verdict]
+        verdict: [
+            float(one["ridge_kept"]) for one in lines if one["verdict"] == verdict and one["ridge_kept"]
+        ]
         for verdict in ("likely", "doubtful", "unlikely")
     }
     whole = {"machine": describe(), "excluded": ["loading the models"], "rank_correlation": ranked,

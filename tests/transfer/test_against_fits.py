@@ -48,7 +48,7 @@ def test_a_line_sets_what_was_said_beside_what_came(transfer: Any) -> None:
     assert line["within"] == pytest.approx(0.8)
     assert set(line) == set(transfer.COLUMNS)
     assert transfer.nearest(6, "head-local", FITS) == "head-local"
-    assert transfer.nearest(2, "full", FITS) == "paper-k1"
+    assert transfer.nearest(1, "full", FITS) == "paper-k1"
 
 
 def test_the_summary_draws_whole_pairs(transfer: Any, tmp_path: Path) -> None:
