@@ -192,7 +192,7 @@ def test_a_mapper_that_gives_nan(tmp_path: Path) -> None:
         ("cache", "_plan"),
         ("cache", "_promise"),
         ("cache", "_load"),
-        ("cache", "_publish"),
+        ("module", "publish"),
         ("cache", "_forget"),
         ("cache", "_poll"),
         ("cache", "_unstage"),
@@ -214,7 +214,7 @@ def test_an_exception_anywhere_switches_off_and_prefills(
         raise RuntimeError("injected")
 
     before = target.admit(target.request([*PROMPT, 8], ask=ASK))  # a handoff in flight meets the fault later
-    where: Any = target.cache if owner == "cache" else cache_module.handoff
+    where: Any = {"cache": target.cache, "module": cache_module, "handoff": cache_module.handoff}[owner]
     monkeypatch.setattr(where, name, explode)
     if name == "_is_lossy":
         target.cache.write_backup_storage(0)
