@@ -201,9 +201,12 @@ def _way_to_files(row: MapperRow, settings: Settings) -> str:
 
 
 def files_of(row: MapperRow, settings: Settings | None = None) -> Path:
-    """Where a mapper's files are: the registered path, or this machine's store (a team's registry)."""
+    """Where a mapper's files are: this store, else the registered path.
+
+    The path alone would lead from a home that was copied, or a team's registry, to another home's files.
+    """
     here = (settings or Settings.load()).mappers / row.digest
-    return here if not Path(row.path).is_dir() and here.is_dir() else Path(row.path)
+    return here if here.is_dir() else Path(row.path)
 
 
 def demote(digest: str, why: str, settings: Settings | None = None) -> bool:

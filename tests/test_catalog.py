@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,20 @@ def test_directories(settings: Settings, tmp_path: Path, monkeypatch: pytest.Mon
         assert directory_of(ref, settings) == tmp_path / "a", ref
     with pytest.raises(NotFound):
         directory_of("a", settings)  # a name is not a path, whatever lies in this directory
+
+
+def test_a_copied_home_works_on_its_own_files(settings: Settings, tmp_path: Path) -> None:
+    settings.mappers.mkdir(parents=True)
+    manifest = make_artifact(tmp_path / "made")
+    place = settings.mappers / manifest.digest
+    (tmp_path / "made").rename(place)
+    register(place, manifest, settings)
+    copy = Settings(tmp_path / "copy", f"sqlite:///{tmp_path}/copy/registry.db", False)
+    shutil.copytree(settings.home, copy.home)
+    assert directory_of(manifest.digest, settings) == place
+    assert directory_of(manifest.digest, copy) == copy.mappers / manifest.digest
+    remove(find(manifest.digest, copy), copy)
+    assert place.is_dir() and not (copy.mappers / manifest.digest).exists()
 
 
 def test_remove_takes_files_of_the_store_only(settings: Settings, tmp_path: Path) -> None:
