@@ -87,6 +87,8 @@ def explain(settings: _Read, tokens: int, held: int, new: int, turn: int | None 
             blocks=-(-count // BLOCK_TOKENS),
         )
         decision, reason = "map", cost.reason
+        if settings.worth == "always" and not cost.worth:
+            reason = f"worth is always, although {cost.reason}"
         if settings.reuse == "off" or served.state == "retired":
             decision, reason = "compute", "declined: reuse is off or the mapper is retired"
         elif served.max_turn is not None and (turn is None or turn > served.max_turn):

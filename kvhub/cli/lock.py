@@ -50,4 +50,4 @@ def command(mappers: tuple[str, ...], path: Path) -> None:
                 f"{entry.digest[:12]}  {entry.source} -> {entry.target}  {entry.place}@{entry.commit[:8]}"
             )
         )
-    output.note(f"{path}: {len(lock.mappers)} mappers")
+    output.note(f"{path}: {len(lock.mappers)} mapper{'s' if len(lock.mappers) > 1 else ''}")

@@ -16,8 +16,11 @@ def command(mapper: str, why: str) -> None:
 
     Its files stay until kvhub gc; kvhub promote makes it ready again.
     """
+    from kvhub.errors import BadInput
     from kvhub.store.lifecycle import retire
 
+    if not why.strip():
+        raise BadInput("a retired mapper needs a reason", 'for example --why "the source was retrained"')
     row = retire(mapper, why=why)
     click.echo(output.clean(f"{row.digest}  {row.source.name} -> {row.target.name}  {row.state}: {why}"))
     names = [name for name in row.aliases if "/" not in name]

@@ -69,7 +69,7 @@ def demand_possible(
             raise BadInput(
                 f"the text gives {rows} rows and k = {smallest} needs at least {needed}"
                 f" ({-(-needed // per_window) * settings.length} tokens at this length and stride)",
-                "give more text, a smaller --stride or a smaller --k",
+                "give more text or --sequences, a smaller --stride or a smaller --k",
             )
 
 

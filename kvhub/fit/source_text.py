@@ -64,5 +64,5 @@ def _weighted(given: str) -> tuple[str, float]:
     except ValueError:
         return given, 1.0
     if not 0 < weight < math.inf:
-        raise BadInput(f"{given}: a weight is a number above 0", "--text wiki.txt=3 --text code.jsonl=1")
+        raise BadInput(f"{given}: a weight is a number above 0", "--text wiki.txt:3 --text code.jsonl:1")
     return name, weight

@@ -93,7 +93,7 @@ def push(
         )
     if evidence is not None and not allow_unevaluated and not (ours := rejudge(evidence, manifest)).passed:
         raise Incompatible(
-            f"mapper {manifest.digest[:12]} does not pass the gate: {reason(ours)}",
+            f"mapper {manifest.digest[:12]} does not pass the {reason(ours)}",
             "--allow-unevaluated publishes it as it is, and the card says so",
             code="gate",
         )

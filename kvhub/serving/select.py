@@ -29,7 +29,9 @@ def usable(
     fitting.sort(key=lambda row: (row.state is State.READY, row.created), reverse=True)
     alive = [row for row in fitting if row.state is not State.RETIRED]
     if not alive:
-        raise Incompatible(f"mapper {_short(fitting[0])} is retired", code="retired")
+        short = _short(fitting[0])
+        hint = f"kvhub promote {short} brings it back where it passes the gate; kvhub list shows the others"
+        raise Incompatible(f"mapper {short} is retired", hint, code="retired")
     best = alive[0]
     if best.state is not State.READY and not allow_draft:
         raise Incompatible(

@@ -70,7 +70,7 @@ def _evidence(evidence: Evidence | None, manifest: Manifest, row: MapperRow | No
     shown = {(s.metric, s.arm, s.domain): s.value for s in row.scores} if row is not None else measured
     if any(abs(shown.get(key, value) - value) > 1e-9 for key, value in measured.items()):
         notes.append("the registry has other scores than the file: kvhub promote takes over the file's")
-    passes = "passes the gate" if verdict.passed else f"does not pass the gate ({reason(verdict)})"
+    passes = "passes the gate" if verdict.passed else f"does not pass the {reason(verdict)}"
     return (
         f"of this mapper, {evidence.windows} windows, {passes}; unsigned, so judged anew wherever it is used",
         notes,

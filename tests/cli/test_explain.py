@@ -59,7 +59,11 @@ def test_long_histories_are_mapped(
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"worth": "always"}, "reuse"), ({"reuse": "off"}, "declined"), ({"cost_file": None}, "not measured")],
+    [
+        ({"worth": "always"}, "worth is always"),
+        ({"reuse": "off"}, "declined"),
+        ({"cost_file": None}, "not measured"),
+    ],
 )
 def test_what_decides(
     home: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], reason: str

@@ -23,6 +23,7 @@ def test_a_life_by_command(shell) -> None:  # type: ignore[no-untyped-def]
     assert f"was {one[:12]}" in shell.run("alias", "prod", two[:8]).stdout
     assert two in shell.run("info", "@prod").stdout
     shell.run("retire", "@prod", code=2)
+    assert "needs a reason" in shell.run("retire", "@prod", "--why", " ", code=2).stderr
     done = shell.run("retire", "@prod", "--why", "slower")
     assert "still named @prod" in done.stderr
     assert "retired: slower" in shell.run("info", two).stdout
