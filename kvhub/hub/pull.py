@@ -19,7 +19,6 @@ from kvhub.catalog import (
     reading_registry,
     record_evidence,
     record_location,
-    register,
 )
 from kvhub.errors import AccessDenied, Corrupt, KvhubError, Unreachable
 from kvhub.files import is_full
@@ -29,6 +28,7 @@ from kvhub.hub.reference import Reference, parse
 from kvhub.hub.remote import Remote, download, resolve
 from kvhub.settings import Settings
 from kvhub.store import blobs, trust
+from kvhub.store.entry import enter
 from kvhub_registry import HubLocation, MapperRow, RegistryError
 from kvhub_registry.names import is_digest_prefix
 
@@ -209,13 +209,7 @@ def _keep(
                     f"{final.name[:12]} was damaged in the store meanwhile", "run the command again"
                 )
             store.move_in(staged, final)
-        try:
-            register(final, manifest, settings)
-        except BaseException:
-            if fresh:  # under the lock, so nobody else relies on it yet
-                shutil.rmtree(final, ignore_errors=True)
-                blobs.drop(manifest.files, settings)
-            raise
+        enter(final, manifest, settings, fresh=fresh)
         place = HubLocation(repo_id=remote.place, commit=remote.commit, pushed=False)
         record_location(manifest.digest, place, settings, revision=remote.reference.revision)
         if not fresh and (staged / SIGNATURE).exists():

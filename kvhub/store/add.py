@@ -10,10 +10,9 @@ from torch import Tensor
 
 from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.write import write_artifact
-from kvhub.catalog import register
 from kvhub.hub.store import exclusive
 from kvhub.settings import Settings
-from kvhub.store import blobs
+from kvhub.store.entry import enter
 
 
 def add(
@@ -34,13 +33,7 @@ def add(
             fresh = not final.exists()
             if fresh:
                 place.rename(final)
-            try:
-                register(final, written, settings)
-            except BaseException:
-                if fresh:  # under the lock, so nobody else relies on it yet
-                    shutil.rmtree(final, ignore_errors=True)
-                    blobs.drop(written.files, settings)
-                raise
+            enter(final, written, settings, fresh=fresh)
         finally:
             shutil.rmtree(place, ignore_errors=True)
     return final, written
