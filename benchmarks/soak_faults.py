@@ -10,6 +10,7 @@ import random
 import shutil
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from benchmarks.servers import Server
 FOLDER = Path(__file__).parent / "faults"
 
 
-class Background:
+class Background(ABC):
     """A thread that runs `_run` while this is entered; it returns soon after `_stop` is set."""
 
     def __init__(self, name: str) -> None:
@@ -35,8 +36,9 @@ class Background:
         self._stop.set()
         self._thread.join()
 
+    @abstractmethod
     def _run(self) -> None:
-        raise NotImplementedError
+        """What is done meanwhile."""
 
 
 class Faults(Background):
