@@ -21,17 +21,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-from support.server import Server, free_port, hints, running
-
 from benchmarks import machine
+from benchmarks.servers import Server, exchange_directory, hints, serve
 
 
 def ask(server: Server, prompt: list[int], *, reuse: bool) -> tuple[float, dict[str, Any]]:
@@ -86,8 +82,8 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     ids = AutoTokenizer.from_pretrained(arguments.target)(arguments.text.read_text())["input_ids"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
-    flags = ["--", "--max-total-tokens", "16384"]
+    environment = {"OMP_NUM_THREADS": str(arguments.threads)}
+    flags = ["--max-total-tokens", "16384"]
     flags += ["--dtype", arguments.dtype] if arguments.dtype else []
     result: dict[str, Any] = {
         "what": "TTFT on the target, full prefill / reuse, pairs in one run",
@@ -100,15 +96,15 @@ def main() -> None:
         "lengths": [],
     }
     with contextlib.ExitStack() as stack:
-        servers = []
-        exchange = stack.enter_context(contextlib.closing(_Exchange()))
-        for model, other in ((arguments.source, arguments.target), (arguments.target, arguments.source)):
-            command = [sys.executable, "-m", "kvhub", "serve", model, "--allow-draft", "--worth", "always"]
-            command += ["--exchange", exchange.path]
-            command += ["--reuse-from", other] if model == arguments.target else []
-            port = free_port()
-            command += ["--port", str(port), *flags]
-            servers.append(stack.enter_context(running(command, environment, port=port, wait=False)))
+        exchange = stack.enter_context(exchange_directory())
+        # only the target maps: the source answers as if it were alone
+        servers = [
+            serve(stack, model, exchange, ["--worth", "always", *more], flags=flags, environment=environment)
+            for model, more in (
+                (arguments.source, []),
+                (arguments.target, ["--reuse-from", arguments.source]),
+            )
+        ]
         for server in servers:
             server.wait()
         offset = 0
@@ -138,20 +134,6 @@ def main() -> None:
         ratio = row["ratio"]
         print(f"{row['tokens']:>7} {ratio['median']:>16.2f}  {ratio['low']:.2f} .. {ratio['high']:.2f}")
     print(path)
-
-
-class _Exchange:
-    """A private directory in memory where there is a tmpfs, removed at the end."""
-
-    def __init__(self) -> None:
-        import tempfile
-
-        root = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        self._directory = tempfile.TemporaryDirectory(prefix="kvhub-", dir=root)
-        self.path = self._directory.name
-
-    def close(self) -> None:
-        self._directory.cleanup()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """What kvhub costs a server that does not use it: TTFT beside stock SGLang; results/overhead.json.
 
     python -m benchmarks.overhead [--model small] [--starts 4] [--requests 400] [--lengths 64 512]
+    python -m benchmarks.overhead --model QWEN-1.5B --source QWEN-0.5B --home HOME --dtype bfloat16 \
+        --name overhead-qwen2.5-coder
 
 Two servers at once on the same model: stock SGLang, and SGLang with kvhub loaded, a mapper ready, an
 exchange and publishing as they are by default. Requests do not ask for reuse. A pair is one prompt asked
@@ -8,7 +10,8 @@ of both, one after the other, in an order that alternates; each prompt is new to
 stock of the time to the first streamed token, so above 1 kvhub is slower. The interval is a 95 % bootstrap
 over pairs of the ratio of the geometric means. Two processes of the same program differ by some per cent
 for as long as they live (where their memory lies), so both are started anew several times, in either order,
-and the ratio of each start is kept beside the whole: `--control`, stock against stock, shows the same spread.
+without randomised addresses where `setarch` is there, and the ratio of each start is kept beside the whole:
+`--control`, stock against stock, shows the same spread.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,16 +72,31 @@ def run(
 ) -> dict[int, dict[str, list[list[float]]]]:
     """By length: what one start of both servers took, its share of the pairs, the first ones left out."""
     flags = ["--max-total-tokens", "32768"]
+    through = ["setarch", "-R"] if shutil.which("setarch") else []
 
     def stock() -> Server:
-        return servers.start_stock(stack, arguments.model, flags=flags)
+        return servers.start_stock(
+            stack, arguments.model, flags=flags, dtype=arguments.dtype, through=through
+        )
 
     def ours() -> Server:
         if arguments.control:
             return stock()
         exchange = stack.enter_context(servers.exchange_directory())
+        if arguments.model not in servers.OTHER:  # a model at a path: as an operator starts it
+            return servers.serve(
+                stack,
+                arguments.model,
+                exchange,
+                ["--reuse-from", arguments.source],
+                flags=[*flags, "--dtype", arguments.dtype],
+                environment={"KVHUB_HOME": home, "OMP_NUM_THREADS": "1"},
+                through=through,
+            )
         settings = {"worth": "auto"}
-        return servers.start(stack, arguments.model, home, exchange, settings=settings, flags=flags)
+        return servers.start(
+            stack, arguments.model, home, exchange, settings=settings, flags=flags, through=through
+        )
 
     makers = {"stock": stock, "kvhub": ours}
     with contextlib.ExitStack() as stack:
@@ -88,7 +108,7 @@ def run(
             prompts = []
             for _ in range(arguments.warmup + arguments.requests // arguments.starts):
                 # a first token of its own makes every prompt new to both servers
-                prompts.append([3 + start % 4000, *ids[start % 90000 :][: length - 1]])
+                prompts.append([3 + start % 4000, *ids[start % (len(ids) - length) :][: length - 1]])
                 start += 17
             rows = measure(pair, prompts, arguments.pause)
             found[length] = {name: row[arguments.warmup :] for name, row in rows.items()}
@@ -122,7 +142,9 @@ def summary(length: int, starts: list[dict[int, dict[str, list[list[float]]]]]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="large", choices=["small", "large"])
+    parser.add_argument("--model", default="large", help="small, large, or a path (then --home and --source)")
+    parser.add_argument("--source", help="the model that a model at a path may map from")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--starts", type=int, default=4, help="times that both servers are started")
     parser.add_argument("--requests", type=int, default=400, help="pairs per length, over all starts")
     parser.add_argument("--warmup", type=int, default=15, help="pairs per length and start that do not count")
@@ -132,7 +154,10 @@ def main() -> None:
     parser.add_argument("--control", action="store_true", help="stock against stock, to see what noise gives")
     parser.add_argument("--name", default="overhead")
     arguments = parser.parse_args()
-    ids = servers.token_ids(slice(0, 400000))
+    shipped = arguments.model in servers.OTHER
+    if not (shipped or arguments.control or (arguments.home and arguments.source)):
+        parser.error("a model at a path needs --source and --home, with a mapper from it")
+    ids = servers.token_ids(slice(0, 400000), *([] if shipped else [arguments.model]))
     with contextlib.ExitStack() as stack:
         home = "" if arguments.control else stack.enter_context(servers.fitted_home(arguments.home))
         starts = []
@@ -142,7 +167,8 @@ def main() -> None:
                 print(json.dumps(summary(length, starts[-1:])), flush=True)
     result: dict[str, Any] = {
         "what": "TTFT with kvhub loaded but not asked for, over stock SGLang's; interleaved pairs",
-        "model": arguments.model,
+        "model": Path(arguments.model).name,
+        "dtype": arguments.dtype,
         "control": arguments.control,
         "starts": arguments.starts,
         "excluded": f"the first {arguments.warmup} pairs of each length and start",

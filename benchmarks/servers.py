@@ -111,22 +111,52 @@ def start_stock(
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     log: Path | None = None,
+    dtype: str = "float32",
+    through: Sequence[str] = (),
 ) -> Server:
-    """Plain SGLang, without kvhub's backend; not waited for."""
+    """Plain SGLang, without kvhub's backend, on a shipped model or one at a path; not waited for."""
     port = free_port()
-    path = ROOT / "models" / name
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(path), "--dtype", "float32"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--sleep-on-idle"]
+    path = ROOT / "models" / name if name in OTHER else Path(name).absolute()
+    command = [*through, sys.executable, "-m", "sglang.launch_server", "--model-path", str(path)]
+    command += ["--dtype", dtype, "--host", "127.0.0.1", "--port", str(port), "--sleep-on-idle"]
     if "--max-total-tokens" not in flags:
         command += ["--max-total-tokens", "32768"]
     env = server_environment(path, {"OMP_NUM_THREADS": "1", **(environment or {})})
     return stack.enter_context(running([*command, *flags], env, port=port, log=log, cwd=ROOT, wait=False))
 
 
-def token_ids(characters: slice = slice(None)) -> list[int]:
-    """The demo's text as the shipped tokenizer reads it."""
+def serve(
+    stack: contextlib.ExitStack,
+    model: str,
+    exchange: Path | str,
+    arguments: Sequence[str] = (),
+    *,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    through: Sequence[str] = (),
+) -> Server:
+    """`kvhub serve MODEL`, its mappers allowed whatever their state; not waited for. flags: of SGLang."""
+    port = free_port()
+    command = [
+        *through,
+        sys.executable,
+        "-m",
+        "kvhub",
+        "serve",
+        model,
+        "--allow-draft",
+        "--exchange",
+        str(exchange),
+    ]
+    command += [*arguments, "--port", str(port), "--", *flags]
+    env = {**os.environ, **(environment or {})}
+    return stack.enter_context(running(command, env, port=port, wait=False))
+
+
+def token_ids(characters: slice = slice(None), model: str = "large") -> list[int]:
+    """The demo's text as the tokenizer of a shipped model, or of one at a path, reads it."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "large")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / model if model in OTHER else model)
     ids: list[int] = tokenizer(TEXT.read_text()[characters])["input_ids"]
     return ids
