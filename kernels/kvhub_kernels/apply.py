@@ -54,7 +54,7 @@ def ready_bytes(weights: Weights, device: torch.device, dtype: torch.dtype) -> i
     size = columns * plan.depth * (1 if int8 else dtype.itemsize) + 4 * columns * (2 if int8 else 1)
     if not uses_triton(device) and dtype == torch.bfloat16:  # the bias is rows of the matrix
         size += columns * ONES * dtype.itemsize - 4 * columns
-    return size
+    return size if weights.norms is None else size + weights.norms.nbytes
 
 
 def make_applier(

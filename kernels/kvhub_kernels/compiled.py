@@ -71,15 +71,17 @@ def compile_gather(capability: int) -> Resources:
     )
 
 
-def compile_affine(support: str, tile: Tile, capability: int, *, int8: bool, name: str) -> Resources:
-    """The product for 8 heads of 128 on both sides and k = 8."""
+def compile_affine(
+    support: str, tile: Tile, capability: int, *, int8: bool, name: str, norm: bool = False
+) -> Resources:
+    """The product for 8 heads of 128 on both sides and k = 8. norm: with the target's k_norm after it."""
     groups, width, pairs = (1, 1024, 512) if support == "full" else (8, 128, 64)
     weight = "*i8" if int8 else "*bf16"
     return _compile(
         affine_kernel,
         name,
         capability,
-        signature=f"*bf16 {weight} *fp32 *fp32 *fp32 *fp32 *i32 *i64 *i32 *i64 *i64 *i32 " + "i32 " * 6,
+        signature=f"*bf16 {weight} {'*fp32 ' * 5}*i32 *i64 *i32 *i64 *i64 *i32 " + "i32 " * 6,
         constants={
             "POOL": triton.language.bfloat16,
             "GROUPS": groups,
@@ -92,6 +94,8 @@ def compile_affine(support: str, tile: Tile, capability: int, *, int8: bool, nam
             "PAGE": 1,
             "WORDS": True,
             "INT8": int8,
+            "NORM": norm,
+            "LANES": 64,
             "WIDE": False,
             "BLOCK_TOKENS": tile.tokens,
             "BLOCK_PAIRS": min(tile.pairs, pairs),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvhub_kernels.joined import Joined
+from kvhub_kernels.normalise import normalise_
 from kvhub_kernels.product import Product
 from kvhub_kernels.rotary import RotaryTable
 from kvhub_kernels.rotate import Turns, rotate_into, turns
@@ -37,6 +38,7 @@ class CpuApplier:
         """chunk: tokens mapped at a time (None: by `CHUNK_BYTES`)."""
         self.plan, self.dtype = weights.plan, dtype
         self._product = Product(weights, dtype)
+        self._norms = weights.norms
         self.workspace = Workspace()
         self._chunk = chunk
         self._lock = threading.Lock()
@@ -44,7 +46,7 @@ class CpuApplier:
     @property
     def nbytes(self) -> int:
         """Bytes of the weights, which may be the caller's own."""
-        return self._product.nbytes
+        return self._product.nbytes + (0 if self._norms is None else self._norms.nbytes)
 
     @torch.no_grad()
     def apply(
@@ -78,7 +80,7 @@ class CpuApplier:
                     for t in wanted:
                         rows = self._product(t, side, joined.of(t, content), self.workspace)
                         if rotated:
-                            rows = self._rotated(rows, turn.at(span))
+                            rows = self._rotated(rows, turn.at(span), t)
                         pool = (target.keys if rotated else target.values)[t]
                         poison += self._write(pool, written, rows, span) * 0
         return torch.isfinite(poison)
@@ -124,9 +126,13 @@ class CpuApplier:
             return rows
         return self.workspace.take("precise", rows.shape, torch.float32).copy_(rows)
 
-    def _rotated(self, rows: Tensor, turn: Turns) -> Tensor:
+    def _rotated(self, rows: Tensor, turn: Turns, target_layer: int) -> Tensor:
+        """Content keys as they are cached; `rows` may be overwritten."""
+        precise = self._precise(rows)
+        if self._norms is not None:
+            precise = normalise_(precise, self._norms[target_layer], self.workspace)
         out = self.workspace.take("rotated", rows.shape, torch.float32)
-        return rotate_into(out, self._precise(rows), turn)
+        return rotate_into(out, precise, turn)
 
     def _write(self, layer: Tensor, slots: Tensor | None, rows: Tensor, span: slice) -> Tensor:
         """Scatter `rows` `[tokens, heads, dim]`; returns their sum, which is finite if all of them are."""

@@ -14,6 +14,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvhub_kernels.normalise import EPSILON
+
+_EPSILON = tl.constexpr(EPSILON)
+
 
 @triton.jit
 def _pair(j, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
@@ -23,6 +27,15 @@ def _pair(j, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constex
     inside = j < HALF
     first = tl.where(inside, j, HALF + j)
     return first, first + tl.where(inside, HALF, HEAD_DIM // 2 - HALF)
+
+
+@triton.jit
+def _by_head(values, TOKENS: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr):
+    """Sums over each head's LANES columns, in every one of them: `[TOKENS, HEADS * LANES]`."""
+    if HEADS == 1:
+        return tl.broadcast_to(tl.sum(values, axis=1)[:, None], (TOKENS, LANES))
+    total = tl.sum(tl.reshape(values, (TOKENS, HEADS, LANES)), axis=2)[:, :, None]
+    return tl.reshape(tl.broadcast_to(total, (TOKENS, HEADS, LANES)), (TOKENS, HEADS * LANES))
 
 
 @triton.jit
@@ -91,6 +104,7 @@ def affine_kernel(
     weight_ptr,  # [target layers, 2, GROUPS, 2, DEPTH, PAIRS]: first and second of every pair of columns
     bias_ptr,  # float32 [target layers, 2, GROUPS, 2, PAIRS]
     scale_ptr,  # the same, for int8 weights
+    norm_ptr,  # float32 [target layers, 2, HEAD_DIM / 2]: of the target's k_norm, first and second of pairs
     cos_ptr,  # float32 [all tokens, HALF]
     sin_ptr,
     places_ptr,  # int32 [target layers, K]: which used layer
@@ -116,6 +130,8 @@ def affine_kernel(
     PAGE: tl.constexpr,
     WORDS: tl.constexpr,
     INT8: tl.constexpr,
+    NORM: tl.constexpr,  # whether keys go through k_norm
+    LANES: tl.constexpr,  # pairs of a head, up to a power of two, in a tile's columns; only for NORM
     WIDE: tl.constexpr,  # multiply in float32: the interpreter's product does not know bfloat16
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
@@ -127,19 +143,29 @@ def affine_kernel(
     """
     DEPTH: tl.constexpr = K * WIDTH
     STEPS: tl.constexpr = (WIDTH + BLOCK_DEPTH - 1) // BLOCK_DEPTH
-    COLUMN_TILES: tl.constexpr = (PAIRS + BLOCK_PAIRS - 1) // BLOCK_PAIRS
+    HEAD_PAIRS: tl.constexpr = HEAD_DIM // 2
+    # A norm needs whole heads in a tile: where a head is no power of two, some columns stay empty.
+    PADDED: tl.constexpr = NORM and LANES != HEAD_PAIRS
+    TILE_HEADS: tl.constexpr = BLOCK_PAIRS // LANES
+    TILE_PAIRS: tl.constexpr = TILE_HEADS * HEAD_PAIRS if PADDED else BLOCK_PAIRS
+    COLUMN_TILES: tl.constexpr = (PAIRS + TILE_PAIRS - 1) // TILE_PAIRS
     # An even tile needs no mask on its depth or its columns, so that loads stay asynchronous and wide.
-    EVEN: tl.constexpr = WIDTH % BLOCK_DEPTH == 0 and PAIRS % BLOCK_PAIRS == 0
+    EVEN: tl.constexpr = WIDTH % BLOCK_DEPTH == 0 and PAIRS % BLOCK_PAIRS == 0 and not PADDED
     token_tiles = tl.cdiv(tokens, BLOCK_TOKENS)
     per_group = token_tiles * COLUMN_TILES
     for tile in tl.range(tl.program_id(0), count * 2 * GROUPS * per_group, tl.num_programs(0)):
         group_index, rest = tile // per_group, tile % per_group
         row = (rest % token_tiles) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-        pair = (rest // token_tiles) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
+        lane = tl.arange(0, BLOCK_PAIRS)
+        if PADDED:
+            pair = ((rest // token_tiles) * TILE_HEADS + lane // LANES) * HEAD_PAIRS + lane % LANES
+            pair_inside = (lane % LANES < HEAD_PAIRS) & (pair < PAIRS)
+        else:
+            pair = (rest // token_tiles) * BLOCK_PAIRS + lane
+            pair_inside = pair < PAIRS
         group, side = group_index % GROUPS, (group_index // GROUPS) % 2
         layer = tl.load(layers_ptr + group_index // (2 * GROUPS))
         row_inside = row < tokens
-        pair_inside = pair < PAIRS
         deep = tl.arange(0, BLOCK_DEPTH)
         # In registers: a load in the loop would have to be waited for before the operands' addresses.
         word0, word1 = tl.load(words_ptr + layer * 4), tl.load(words_ptr + layer * 4 + 1)
@@ -183,9 +209,17 @@ def affine_kernel(
         acc1 += tl.load(bias_ptr + column, mask=pair_inside, other=0.0)[None, :]
         acc2 += tl.load(bias_ptr + column + PAIRS, mask=pair_inside, other=0.0)[None, :]
 
+        j = pair % HEAD_PAIRS
+        if NORM:
+            total = _by_head(acc1 * acc1 + acc2 * acc2, BLOCK_TOKENS, TILE_HEADS, LANES)
+            size = tl.where(side == 0, tl.rsqrt(total / HEAD_DIM + _EPSILON), 1.0)
+            norm = norm_ptr + layer * HEAD_DIM + j
+            key = pair_inside & (j < tl.where(side == 0, HEAD_PAIRS, 0))
+            acc1 *= size * tl.load(norm, mask=key, other=1.0)[None, :]
+            acc2 *= size * tl.load(norm + HEAD_PAIRS, mask=key, other=1.0)[None, :]
+
         token = start + row
         inside = row_inside[:, None] & pair_inside[None, :]
-        j = pair % (HEAD_DIM // 2)
         turned = inside & (j < tl.where(side == 0, HALF, 0))[None, :]
         angle = token.to(tl.int64)[:, None] * HALF + j[None, :]
         cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
@@ -196,7 +230,7 @@ def affine_kernel(
         base = tl.multiple_of(tl.load(pool_ptr + layer * 2 + side).to(tl.pointer_type(POOL)), 16)
         slot = _slot(slots_ptr, token, row_inside, PAGE)
         first, second = _pair(j, HEAD_DIM, HALF, INTERLEAVED)
-        head = (group * (PAIRS // (HEAD_DIM // 2)) + pair // (HEAD_DIM // 2)) * HEAD_DIM
+        head = (group * (PAIRS // HEAD_PAIRS) + pair // HEAD_PAIRS) * HEAD_DIM
         target = base + (slot * stride)[:, None] + head[None, :]
         tl.store(target + first[None, :], out1, mask=inside)
         tl.store(target + second[None, :], out2, mask=inside)

@@ -15,7 +15,7 @@ from kvhub_kernels.fused import affine_kernel, gather_kernel
 from kvhub_kernels.packed import Packed, tables
 from kvhub_kernels.rotary import RotaryTable
 from kvhub_kernels.rows import Rows
-from kvhub_kernels.tiles import Tile, choose
+from kvhub_kernels.tiles import Tile, choose, lanes_of
 from kvhub_kernels.weights import Weights
 from kvhub_kernels.workspace import Workspace
 
@@ -105,9 +105,8 @@ class TritonApplier:
         stream = torch.cuda.current_stream(self.device)
         if stream.cuda_stream not in self._streams:
             self._streams.add(stream.cuda_stream)
-            for held in (self.packed.matrix, self.packed.bias, self.packed.scale):
-                if held is not None:
-                    held.record_stream(stream)
+            for held in self.packed.held:
+                held.record_stream(stream)
 
     def _gather(self, source: Rows, strip: RotaryTable, start: int, tokens: int) -> Tensor:
         plan = self.plan
@@ -170,17 +169,26 @@ class TritonApplier:
             capability=device.capability,
             shared=device.shared,
             itemsize=self.dtype.itemsize,
+            lanes=0 if packed.norm is None else lanes_of(plan.target_dim),
         )
         # Two programs a multiprocessor hide each other's epilogue, where they fit.
         resident = 2 if 2 * tile.shared(self.dtype.itemsize) < device.shared else 1
         cos, sin, _ = tables(rotate, back=False)
         count = layers.shape[0]
-        tiles = 2 * count * plan.groups * triton.cdiv(tokens, tile.tokens) * triton.cdiv(pairs, tile.pairs)
+        lanes = lanes_of(plan.target_dim)
+        if packed.norm is None:
+            column_tiles = triton.cdiv(pairs, tile.pairs)
+        elif tile.pairs < lanes:
+            raise ValueError(f"a tile of {tile.pairs} pairs does not hold a head of {plan.target_dim}")
+        else:
+            column_tiles = triton.cdiv(plan.columns // plan.target_dim, tile.pairs // lanes)
+        tiles = 2 * count * plan.groups * triton.cdiv(tokens, tile.tokens) * column_tiles
         affine_kernel[(min(tiles, resident * device.processors) if tile.persistent else tiles,)](
             x,
             packed.matrix,
             packed.bias,
             packed.bias if packed.scale is None else packed.scale,
+            packed.bias if packed.norm is None else packed.norm,
             cos,
             sin,
             self._places,
@@ -206,6 +214,8 @@ class TritonApplier:
             PAGE=0 if target.slots is None else target.page_size,
             WORDS=self._packable,
             INT8=packed.scale is not None,
+            NORM=packed.norm is not None,
+            LANES=lanes,
             WIDE=self.device.type == "cpu",
             BLOCK_TOKENS=tile.tokens,
             BLOCK_PAIRS=tile.pairs,

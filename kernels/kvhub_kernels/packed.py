@@ -15,13 +15,15 @@ from kvhub_kernels.weights import Affine, Weights
 @dataclass(frozen=True)
 class Packed:
     """matrix: `[layers, 2, groups, 2, depth, pairs]` in the compute dtype or int8; dimension 3 tells the
-    first from the second of every pair. bias, scale: `[layers, 2, groups, 2, pairs]` float32.
+    first from the second of every pair. bias, scale: `[layers, 2, groups, 2, pairs]` float32. norm:
+    `[layers, 2, target_dim / 2]` float32, where keys are normalised.
     """
 
     plan: Plan
     matrix: Tensor
     bias: Tensor
     scale: Tensor | None
+    norm: Tensor | None = None
 
     @classmethod
     def of(
@@ -53,26 +55,39 @@ class Packed:
                 bias[layer, side] = moved.bias[:, order]
                 if scale is not None and moved.scale is not None:
                     scale[layer, side] = moved.scale[:, order]
-        return cls(plan, matrix, bias, scale)
+        norm = None
+        if weights.norms is not None:
+            one = head_order(plan.target_dim, interleaved=interleaved, rotary_dim=rotary_dim)
+            norm = weights.norms[:, one].contiguous().to(device)
+        return cls(plan, matrix, bias, scale, norm)
+
+    @property
+    def held(self) -> list[Tensor]:
+        """All tensors."""
+        parts = (self.matrix, self.bias, self.scale, self.norm)
+        return [part for part in parts if part is not None]
 
     @property
     def nbytes(self) -> int:
-        return self.matrix.nbytes + self.bias.nbytes + (0 if self.scale is None else self.scale.nbytes)
+        return sum(part.nbytes for part in self.held)
 
 
 def pair_order(plan: Plan, *, interleaved: bool, rotary_dim: int) -> Tensor:
-    """Columns of one matrix as `[2, pairs]`: first and second of each pair, int64.
+    """Columns of one matrix as `[2, pairs]`: first and second of each pair, int64, head after head."""
+    one = head_order(plan.target_dim, interleaved=interleaved, rotary_dim=rotary_dim)
+    heads = torch.arange(plan.columns // plan.target_dim) * plan.target_dim
+    return (heads[None, :, None] + one[:, None, :]).flatten(1)
+
+
+def head_order(dim: int, *, interleaved: bool, rotary_dim: int) -> Tensor:
+    """Dimensions of one head as `[2, dim / 2]`: first and second of each pair, int64.
 
     Dimensions that are not rotated are paired too, half against half, and turned by nothing.
     """
-    dim, half = plan.target_dim, rotary_dim // 2
     if interleaved:
-        one = torch.arange(dim).view(-1, 2).t()
-    else:
-        rotated, rest = torch.arange(2 * half).view(2, -1), torch.arange(2 * half, dim).view(2, -1)
-        one = torch.cat((rotated, rest), dim=1)
-    heads = torch.arange(plan.columns // dim) * dim
-    return (heads[None, :, None] + one[:, None, :]).flatten(1)
+        return torch.arange(dim).view(-1, 2).t()
+    rotated, rest = torch.arange(rotary_dim).view(2, -1), torch.arange(rotary_dim, dim).view(2, -1)
+    return torch.cat((rotated, rest), dim=1)
 
 
 def tables(table: RotaryTable, *, back: bool) -> tuple[Tensor, Tensor, float]:

@@ -1,7 +1,8 @@
 """What applying a mapper means, in plain torch: every other path is compared with this one.
 
 For one target layer (arXiv 2608.03893, section 3.3): remove the source's rotation from the
-keys, concatenate the selected layers, multiply, add the bias, apply the target's rotation.
+keys, concatenate the selected layers, multiply, add the bias, apply the target's rotation; where the mapper
+has the weights of the target's k_norm, keys go through it before that.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvhub_kernels.normalise import normalise
 from kvhub_kernels.rotary import RotaryTable, apply_rope, strip_rope
 from kvhub_kernels.rows import Rows
 from kvhub_kernels.weights import Affine, Weights
@@ -41,7 +43,10 @@ def map_layer_reference(
         contents = [rows.to(rounded).double() for rows in contents]
         values = [rows.to(rounded).double() for rows in values]
     key, value = weights.sides[target_layer]
-    return apply_rope(_product(weights, key, contents), rotate), _product(weights, value, values)
+    content = _product(weights, key, contents)
+    if weights.norms is not None:
+        content = normalise(content, weights.norms[target_layer])
+    return apply_rope(content, rotate), _product(weights, value, values)
 
 
 def _product(weights: Weights, affine: Affine, rows: list[Tensor]) -> Tensor:

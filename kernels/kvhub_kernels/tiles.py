@@ -59,19 +59,42 @@ CANDIDATES = [
 """What tuning tries for long prompts."""
 
 
+MOST_SUMS = 128 * 128
+"""Of each of a program's two accumulators, as in the largest tile of the table."""
+
+
 def choose(
-    support: str, tokens: int, pairs: int, width: int, *, capability: int, shared: int, itemsize: int
+    support: str,
+    tokens: int,
+    pairs: int,
+    width: int,
+    *,
+    capability: int,
+    shared: int,
+    itemsize: int,
+    lanes: int = 0,
 ) -> Tile:
-    """The tile for `tokens` rows on a GPU with `shared` bytes a program; no wider than what there is."""
+    """The tile for `tokens` rows on a GPU with `shared` bytes a program; no wider than what there is.
+
+    lanes: columns of a whole head, where keys are normalised (`lanes_of`): a tile then holds whole heads.
+    """
     known = 90 if capability >= 90 else 80
     most = min(limit for least, kind, limit in TABLE if (least, kind) == (known, support) and tokens <= limit)
     tile = TABLE[known, support, most]
     tile = tile._replace(pairs=min(tile.pairs, _power(pairs)), depth=min(tile.depth, _power(width)))
+    tile = tile._replace(pairs=max(tile.pairs, lanes))
+    while lanes and tile.tokens * tile.pairs > MOST_SUMS and tile.tokens > 16:
+        tile = tile._replace(tokens=tile.tokens // 2)
     while tile.shared(itemsize) > shared - 4096 and tile.stages > 1:
         tile = tile._replace(stages=tile.stages - 1)
     while tile.shared(itemsize) > shared - 4096 and tile.depth > 16:
         tile = tile._replace(depth=tile.depth // 2)
     return tile
+
+
+def lanes_of(dim: int) -> int:
+    """Pairs of a head of `dim`, up to the next power of two."""
+    return 1 << max(0, (dim // 2 - 1).bit_length())
 
 
 def _power(value: int) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -46,13 +46,21 @@ class Weights:
 
     plan: Plan
     sides: tuple[tuple[Affine, Affine], ...]
+    norms: Tensor | None = None
+    """`[layers, target_dim]` float32: keys go through `normalise` with these weights before the rotation."""
 
     @classmethod
-    def of(cls, plan: Plan, tensors: Callable[[int, Side], tuple[Tensor, ...]]) -> Weights:
+    def of(
+        cls,
+        plan: Plan,
+        tensors: Callable[[int, Side], tuple[Tensor, ...]],
+        norms: Sequence[Tensor] | None = None,
+    ) -> Weights:
         """From `tensors(target_layer, side) -> weight, bias[, scale]` as artifacts hold them.
 
         weight: `full` `[depth, columns]`, `head-local` `[groups, depth, columns]`; bias, and scale for int8,
-        `[target_heads, target_dim]`. Errors: `ValueError` for other shapes.
+        `[target_heads, target_dim]`. norms: `[target_dim]` a target layer, where keys are normalised.
+        Errors: `ValueError` for other shapes.
         """
         shape = (plan.groups, plan.depth, plan.columns)
 
@@ -65,7 +73,13 @@ class Weights:
             rows = [column.reshape(plan.groups, plan.columns).to(torch.float32) for column in columns]
             return Affine(weight.reshape(shape), *rows)
 
-        return cls(plan, tuple((one(layer, "k"), one(layer, "v")) for layer in range(plan.layers)))
+        sides = tuple((one(layer, "k"), one(layer, "v")) for layer in range(plan.layers))
+        if norms is None:
+            return cls(plan, sides)
+        weights = torch.stack([norm.to(torch.float32) for norm in norms])
+        if weights.shape != (plan.layers, plan.target_dim):
+            raise ValueError(f"a norm's weights are not {[plan.target_dim]} in each of {plan.layers} layers")
+        return cls(plan, sides, weights)
 
     def __iter__(self) -> Iterator[Affine]:
         return (side for pair in self.sides for side in pair)
@@ -78,8 +92,9 @@ class Weights:
     @property
     def nbytes(self) -> int:
         """Bytes that all tensors take."""
-        return sum(tensor.nbytes for affine in self for tensor in affine if tensor is not None)
+        norms = 0 if self.norms is None else self.norms.nbytes
+        return norms + sum(tensor.nbytes for affine in self for tensor in affine if tensor is not None)
 
     def quantized(self) -> Weights:
         """The same map with int8 weights."""
-        return Weights(self.plan, tuple((quantize(key), quantize(value)) for key, value in self.sides))
+        return replace(self, sides=tuple((quantize(key), quantize(value)) for key, value in self.sides))

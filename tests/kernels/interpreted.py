@@ -28,6 +28,22 @@ CASES = {
     "int8": Case(tokens=18, k=2, source=(3, 2, 32), target=(2, 2, 32), weights="int8", rows=bf16, pool=bf16),
     "int8, head-local": Case("head-local", 18, 2, (3, 2, 32), (2, 2, 32), weights="int8"),
     "more pairs than a block": Case(tokens=9, k=1, source=(2, 8, 96), target=(1, 1, 32)),
+    "normalised": Case(tokens=19, k=2, source=(3, 2, 32), target=(2, 3, 32), normalised=True),
+    "normalised, head-local": Case(
+        "head-local", 9, 2, (3, 2, 32), (2, 2, 16), rows=bf16, pool=bf16, normalised=True
+    ),
+    "normalised, int8, partial": Case(
+        tokens=18,
+        k=1,
+        source=(3, 2, 32),
+        target=(2, 2, 32),
+        partial=(1.0, 0.5),
+        weights="int8",
+        normalised=True,
+    ),
+    "normalised, odd sizes, interleaved": Case(
+        tokens=7, k=1, source=(2, 2, 16), target=(2, 5, 40), pairing=("half", "interleaved"), normalised=True
+    ),
     "more columns than a tile": Case(tokens=33, k=1, source=(2, 2, 64), target=(1, 8, 96), scattered=False),
 }
 

@@ -34,3 +34,13 @@ def test_int8(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found = compile_affine("full", TABLE[90, "full", ANY], 90, int8=True, name="int8")
     assert found.instructions == "HGMMA"
+
+
+@pytest.mark.parametrize("support", ["full", "head-local"])
+def test_normalised(support, tmp_path, monkeypatch):
+    """The sums of squares are taken from the accumulators: nothing of it is among the products."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tile = TABLE[90, support, ANY]
+    found = compile_affine(support, tile, 90, int8=False, name=support, norm=True)
+    assert found.instructions == "HGMMA" and found.spilled_in_loop == 0
+    assert found.shared >= tile.shared(2) * (tile.stages - 1) // tile.stages

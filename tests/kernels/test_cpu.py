@@ -32,6 +32,9 @@ CASES = {
     "half rows": Case(rows=torch.bfloat16, pool=torch.bfloat16, weights="bfloat16"),
     "float16": Case(rows=torch.float16, pool=torch.float16, support="head-local"),
     "int8": Case(weights="int8", k=8),
+    "normalised": Case(normalised=True, target=(3, 3, 80), pairing=("half", "interleaved")),
+    "normalised, head-local": Case("head-local", normalised=True, scattered=False, tokens=200),
+    "normalised, int8": Case(normalised=True, weights="int8", pool=torch.bfloat16, partial=(1.0, 0.5)),
     "int8, head-local": Case(weights="int8", support="head-local", pool=torch.bfloat16),
 }
 

@@ -34,6 +34,8 @@ class Case:
     weights: str = "float32"
     pool: torch.dtype = torch.float32
     scattered: bool = True
+    normalised: bool = False
+    """Keys go through the target's k_norm."""
     seed: int = 0
 
 
@@ -76,6 +78,7 @@ def make_problem(case: Case) -> Problem:
             .view(shape if plan.groups > 1 else shape[1:]),
             5 * normal(target_heads, target_dim),
         ),
+        [0.2 + 2 * torch.rand(target_dim, generator=generator) for _ in chosen] if case.normalised else None,
     )
     if case.weights == "int8":
         weights = weights.quantized()
