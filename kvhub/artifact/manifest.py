@@ -12,6 +12,10 @@ from kvhub.model.identity import ModelIdentity, Record, Sha256, Text, canonical_
 
 SCHEMA_VERSION = 1
 
+NORMALISED = "ridge-k-norm"
+"""The family whose mapped keys go through the target's own k_norm; else as `ridge`. A family and not a field:
+a reader that does not know it says so, by name, where an unknown field would look like damage."""
+
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 
 
@@ -131,7 +135,7 @@ class Manifest(Record):
     """Positions left out of the fit, which the target must hold natively."""
     weights_dtype: Literal["float32", "bfloat16", "int8"]
     """Of the weights; biases are always float32 (they are few, and may be a hundred times a row's spread).
-    int8: whole numbers and a float32 scale for every column, family `ridge` only."""
+    int8: whole numbers and a float32 scale for every column, the `ridge` families only."""
     calibration: Calibration
     fit_scores: FitScores
     selection: Selection | None = None
@@ -160,13 +164,20 @@ class Manifest(Record):
             raise ValueError("the mlp family, and no other, has a perceptron")
         if self.perceptron and self.support == "head-local" and self.perceptron.per != "head":
             raise ValueError("head-local support needs one network a head")
-        if self.weights_dtype == "int8" and self.family != "ridge":
-            raise ValueError("int8 weights are for the ridge family")
+        if self.weights_dtype == "int8" and self.family not in ("ridge", NORMALISED):
+            raise ValueError("int8 weights are for the ridge families")
+        if self.normalised and not self.target.geometry.k_norm:
+            raise ValueError(f"the target of a {NORMALISED} mapper has no k_norm")
         datetime.fromisoformat(self.created)  # ValueError: the 30th of February
         names = [entry.name.casefold() for entry in self.files]
         if len(set(names)) != len(names):
             raise ValueError("a file is listed twice")
         return self
+
+    @property
+    def normalised(self) -> bool:
+        """Whether mapped keys go through the target's k_norm."""
+        return self.family == NORMALISED
 
     def to_bytes(self) -> bytes:
         """The bytes of `manifest.json`; the digest is taken over exactly these."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-from kvhub.artifact.manifest import Manifest
+from kvhub.artifact.manifest import NORMALISED, Manifest
 from kvhub.errors import Corrupt, Incompatible
 
 Shape = tuple[int, ...]
@@ -23,7 +23,8 @@ def expected_tensors(manifest: Manifest) -> dict[str, Shape]:
     `full`: `layers.{t}.{k,v}.weight` `[k * H_s * D_s, H_t * D_t]`, rows ordered by selected source
     layer (ascending), head, dimension. `head-local`: `[H_t, k * D_s, D_t]`, target head h reading
     source head h. Both: `layers.{t}.{k,v}.bias` `[H_t, D_t]`. With int8 weights also
-    `layers.{t}.{k,v}.scale` `[H_t, D_t]`, and `out = (x @ weight) * scale + bias`.
+    `layers.{t}.{k,v}.scale` `[H_t, D_t]`, and `out = (x @ weight) * scale + bias`. Family `ridge-k-norm` has
+    `layers.{t}.k.norm` `[D_t]` too, the weight of the target's k_norm: `norm * out / rms(out)`, head by head.
 
     Family `mlp`, with g networks a layer (1, or one a target head) of p inputs (as above) and c outputs:
     `layers.{t}.{k,v}.hidden1.weight` `[g, p, a]`, `.hidden1.bias` `[g, a]`, `.hidden2.weight` `[g, a, b]`,
@@ -70,13 +71,18 @@ def _ridge(manifest: Manifest) -> dict[str, Shape]:
     else:
         weight = (manifest.k * source.features, target.features)
     column: Shape = (target.num_kv_heads, target.head_dim)
-    parts = [("weight", weight), ("scale", column), ("bias", column)]
+    parts = [("weight", weight), ("scale", column), ("bias", column), ("norm", (target.head_dim,))]
+    absent = {
+        *(() if manifest.weights_dtype == "int8" else ("k.scale", "v.scale")),
+        *(() if manifest.normalised else ("k.norm",)),
+        "v.norm",
+    }
     return {
         f"layers.{layer}.{side}.{part}": shape
         for layer in range(target.num_layers)
         for side in ("k", "v")
         for part, shape in parts
-        if part != "scale" or manifest.weights_dtype == "int8"
+        if f"{side}.{part}" not in absent
     }
 
 
@@ -98,4 +104,8 @@ def _mlp(manifest: Manifest) -> dict[str, Shape]:
     return found
 
 
-FAMILIES: dict[str, Callable[[Manifest], dict[str, Shape]]] = {"mlp": _mlp, "ridge": _ridge}
+FAMILIES: dict[str, Callable[[Manifest], dict[str, Shape]]] = {
+    "mlp": _mlp,
+    "ridge": _ridge,
+    NORMALISED: _ridge,
+}

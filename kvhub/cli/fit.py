@@ -44,6 +44,10 @@ _FEW = 4
     show_default=True,
     help="What measured best; a plain ridge; the paper's; or a search over closed forms on text set aside.",
 )  # fmt: skip
+@click.option(
+    "--normalise-keys", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True,
+    help="Mapped keys through the target's own k_norm; auto leaves it to the recipe.",
+)  # fmt: skip
 @click.option("--sequences", type=int, default=500, show_default=True, help="Windows of text, at most.")
 @click.option(
     "--length", default="1024", show_default=True, metavar="N[,N...]",
@@ -120,6 +124,7 @@ def command(
     k: str | None,
     regularization: str,
     recipe: Any,
+    normalise_keys: Any,
     sequences: int,
     length: str,
     stride: int,
@@ -172,11 +177,16 @@ def command(
         if given_lambda != click.core.ParameterSource.DEFAULT and regularization != "paper":
             raise BadInput("--recipe paper is --lambda paper", "leave one of them out")
         regularization = "paper"
+    added = DEFAULT_RECIPE if recipe == "default" else {}
+    if normalise_keys != "auto":
+        added = added | {"normalise_keys": normalise_keys}
+    elif recipe == "best":
+        added = added | {"normalise_keys": "auto"}
     settings = FitSettings(
         k=parse_k(k) if k is not None else FitSettings.k,
         regularization=parse_regularization(regularization),
         recipe=None if recipe == "ridge" else recipe,
-        **(DEFAULT_RECIPE if recipe == "default" else {}),
+        **added,
         support=support,
         sequences=sequences,
         length=longest,

@@ -17,6 +17,7 @@ from kvhub.fit.accumulate import Progress
 from kvhub.fit.calibration import row_positions
 from kvhub.fit.moments import Moments, PairMoments
 from kvhub.fit.recipes.first import repeated
+from kvhub.fit.recipes.normalise import norms_of
 from kvhub.fit.ridge import Factors, Regularization
 from kvhub.fit.selection import layer_scores, top_layers
 from kvhub.fit.settings import FitSettings
@@ -65,6 +66,7 @@ def solve_in_blocks(
     ]
     layers: list[list[int]] = []
     tensors: dict[str, Tensor] = {}
+    norms = norms_of(target, settings)
     tell("blocks", 0, len(blocks))
     for number, block in enumerate(blocks, 1):
         part = shapes[1].model_copy(update={"num_layers": len(block)})
@@ -90,6 +92,7 @@ def solve_in_blocks(
                 settings.regularization,
                 settings,
                 factors,
+                norms,
             )
         layers += chosen
         tell("blocks", number, len(blocks))

@@ -21,6 +21,7 @@ from kvhub.fit.distill.schedule import Distill, demand_tail
 from kvhub.fit.expect import Expected, distil_windows, solve_seconds
 from kvhub.fit.memory import Budget, budget, demand_memory, free_memory
 from kvhub.fit.places import Stored, demand_space, places, write
+from kvhub.fit.recipes.normalise import normalises
 from kvhub.fit.run import Fitted, Progress, demand_possible, fit_sides
 from kvhub.fit.settings import FitSettings
 from kvhub.fit.side import Side
@@ -82,6 +83,8 @@ def fit(
     paths = resolve(source), resolve(target)
     one, other = (_identity(path, dtype) for path in paths)
     check_pair(one, other)
+    for found in (other, one)[: 1 + both]:
+        normalises(settings, found)
     if options.k_as_possible and isinstance(settings.k, int):
         most = min(one.geometry.num_layers, other.geometry.num_layers if both else settings.k)
         settings = replace(settings, k=min(settings.k, most))
@@ -273,6 +276,7 @@ def _sides(
                 store=store,
                 keep=not options.low_memory,
                 keeps=None if keeps is None else lambda window: token_digest([window[None]]) in keeps,
+                path=path,
             )
         )
     team.wait()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kvhub
-from kvhub.artifact.manifest import Manifest, Selection
+from kvhub.artifact.manifest import NORMALISED, Manifest, Selection
 from kvhub.errors import BadInput, Incompatible
 from kvhub.fit.accumulate import Progress, accumulate, fill_captures, moments_device
 from kvhub.fit.blocks import solve_in_blocks
@@ -19,6 +19,7 @@ from kvhub.fit.checkpoint import Checkpoint
 from kvhub.fit.memory import demand_memory, moment_bytes
 from kvhub.fit.moments import PairMoments
 from kvhub.fit.recipes.first import LOOK, settled
+from kvhub.fit.recipes.normalise import check_norms, normalises, norms_of
 from kvhub.fit.ridge import Regularization
 from kvhub.fit.selection import layer_scores, top_layers
 from kvhub.fit.settings import FitSettings
@@ -113,6 +114,9 @@ def fit_sides(
     from kvhub.model.pair import check_pair
 
     check_pair(source.identity, target.identity)
+    pairs = ((source, target), (target, source))[: 1 + both]
+    for _, two in pairs:
+        normalises(settings, two.identity)  # refused before any forward
     team = team or Workers()
     tell = progress or (lambda stage, done, total: None)
     shapes = source.identity.geometry, target.identity.geometry
@@ -126,7 +130,10 @@ def fit_sides(
     if low_memory:
         fill_captures(source, target, windows, team, tell)
     settings = settled(settings, (source, target), list(windows.fit[:LOOK]))
-    pairs = ((source, target), (target, source))[: 1 + both]
+    for _, two in pairs:
+        norms = norms_of(two, settings)
+        if norms is not None:
+            check_norms(two, norms, windows.fit[0])
     if layers is not None:
         if not team.first:
             return []
@@ -167,6 +174,7 @@ def fit_sides(
                 top_layers(scores, k),
                 strength,
                 settings,
+                norms_of(two, settings),
                 tell=lambda step, done=done: tell("solve", done + step, total),  # type: ignore[misc]
             )
         found.append(solved)
@@ -181,8 +189,9 @@ def _recipe(solved: Solved, settings: FitSettings) -> str | None:
     what = solved.recipe
     if settings.recipe == "default":
         what = (
-            f"first row x{settings.first_weight}, keys stretched {settings.stretch:g},"
-            f" values {settings.stretch_values:g}"
+            f"first row x{settings.first_weight},"
+            f" keys {'normalised' if solved.normalised else f'stretched {settings.stretch:g}'},"
+            f" values {'stretched ' if solved.normalised else ''}{settings.stretch_values:g}"
         )
     return settings.recipe if what is None else f"{settings.recipe}: {what}"
 
@@ -219,7 +228,7 @@ def _fitted(
         Fitted(
             Manifest(
                 kvhub_version=kvhub.__version__,
-                family="ridge" if solved.perceptron is None else "mlp",
+                family="mlp" if solved.perceptron else NORMALISED if solved.normalised else "ridge",
                 support=solved.support or settings.support,
                 source=one.identity,
                 target=two.identity,

@@ -9,16 +9,22 @@ from torch import Tensor
 
 from kvhub.artifact.manifest import FitScores
 from kvhub.fit.capture import Capture
+from kvhub_kernels.normalise import normalise
 
 Apply = Callable[[Mapping[str, Tensor], str, Tensor], Tensor]
 """One side of one target layer: (tensors, `layers.{t}.{k,v}`, source rows `[rows, k, H_s, D_s]`) to rows."""
 
 
 def apply_ridge(tensors: Mapping[str, Tensor], prefix: str, rows: Tensor) -> Tensor:
-    """`Apply` for the `ridge` family, in float32 where the rows are; returns `[rows, H_t, D_t]`."""
+    """`Apply` for the `ridge` families, in float32 where the rows are; returns `[rows, H_t, D_t]`.
+
+    Keys go through the target's k_norm where the tensors have its weight.
+    """
     weight = tensors[f"{prefix}.weight"].to(rows.device, torch.float32)
     bias = tensors[f"{prefix}.bias"].to(rows.device, torch.float32)
-    return apply_affine(rows, weight, bias)
+    mapped = apply_affine(rows, weight, bias)
+    norm = tensors.get(f"{prefix}.norm")
+    return mapped if norm is None else normalise(mapped, norm.to(rows.device))
 
 
 class HeldOutScore:

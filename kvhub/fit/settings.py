@@ -45,6 +45,9 @@ class FitSettings:
     """How much of the spread that ridge takes from keys is given back (`kvhub.fit.recipes.scale`)."""
     stretch_values: float = 0.0
     """And from values."""
+    normalise_keys: Literal["auto", "on", "off"] = "off"
+    """Mapped keys through the target's k_norm (`kvhub.fit.recipes.normalise`); auto: where it has one, and
+    with `recipe="best"` where that is better."""
     train: Distill | MlpSettings | None = None
     """Gradient steps after the closed form, or the `mlp` family in its place."""
     created: str | None = None
@@ -64,6 +67,8 @@ class FitSettings:
             raise BadInput("head-local support needs one network a head", "use --networks head")
         if mlp and self.recipe == "best":
             raise BadInput("--recipe best is for the ridge family")
+        if mlp and self.normalise_keys != "off":
+            raise BadInput("--normalise-keys is for the ridge family", "leave it out, or use --family ridge")
         if not 0 <= self.exact_prefix < self.shortest:
             raise BadInput(
                 f"--exact-prefix {self.exact_prefix} leaves no row of a window of {self.shortest} tokens",
@@ -115,7 +120,8 @@ class FitSettings:
         values = asdict(self)
         del values["created"]
         values["lambda"] = values.pop("regularization")
-        for name, plain in (("recipe", None), ("first_weight", 1), ("stretch", 0.0), ("stretch_values", 0.0)):
+        left_out = {"recipe": None, "first_weight": 1, "stretch": 0.0, "stretch_values": 0.0}
+        for name, plain in (left_out | {"normalise_keys": "off"}).items():
             if values[name] == plain:
                 del values[name]
         if values.pop("train") is not None:

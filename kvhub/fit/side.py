@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -30,14 +31,16 @@ class Side:
         store: CaptureStore | None = None,
         keep: bool = True,
         keeps: Callable[[Tensor], bool] | None = None,
+        path: Path | None = None,
     ) -> None:
         """model: loaded, and stays; or load: how to load it when it is first needed.
 
         keep: once loaded it stays until `release`; else it is gone where `live` ends. keeps: which windows'
-        captures are put into the store; None: all.
+        captures are put into the store; None: all. path: the model's directory.
         """
         self.identity = identity
         self.store = store
+        self.path = path
         self._model = model
         self._load = load
         self._keep = keep
@@ -46,7 +49,7 @@ class Side:
     @classmethod
     def of(cls, model: LoadedModel, store: CaptureStore | None = None) -> Side:
         """A model that is loaded."""
-        return cls(model.identity, model=model, store=store)
+        return cls(model.identity, model=model, store=store, path=model.path)
 
     @property
     def complete(self) -> bool:

@@ -25,6 +25,7 @@ from kvhub.fit.calibration import TAIL
 from kvhub.fit.capture import Capture
 from kvhub.fit.moments import PairMoments
 from kvhub.fit.recipes.choice import Choice, solve_choice
+from kvhub.fit.recipes.normalise import norms_of
 from kvhub.fit.recipes.search import search
 from kvhub.fit.ridge import Regularization
 from kvhub.fit.score import apply_ridge
@@ -82,6 +83,7 @@ def choose(
         else [settings.regularization]
     )
     first = Regularization() if settings.regularization == "auto" else settings.regularization
+    norms = norms_of(target, settings)
     total = len(grid) + len(strengths) - 1
     curve: list[CurvePoint] = []
     with target.live() as model:
@@ -89,7 +91,7 @@ def choose(
 
         def measure(k: int, strength: Regularization) -> None:
             try:
-                solved = solve_pair(moments, *shapes, top_layers(scores, k), strength, settings)
+                solved = solve_pair(moments, *shapes, top_layers(scores, k), strength, settings, norms)
             except KvhubError:
                 return
             finally:
@@ -135,7 +137,13 @@ def choose_recipe(
     tail = _tail(windows, settings)
     shapes = source.identity.geometry, target.identity.geometry
     assert settings.regularization != "auto"
-    start = Choice(settings.grid(shapes[0])[0], settings.regularization, settings.support)
+    norms = norms_of(target, settings)
+    start = Choice(
+        settings.grid(shapes[0])[0],
+        settings.regularization,
+        settings.support,
+        normalise=settings.normalise_keys == "on",
+    )
     done = 0
     with target.live() as model:
         held = [_window(source, model, window, tail) for window in windows]
@@ -144,12 +152,12 @@ def choose_recipe(
             nonlocal done
             done += 1
             tell("choose", min(done, tries), tries)
-            solved = solve_choice(choice, moments, scores, *shapes, settings)
+            solved = solve_choice(choice, moments, scores, *shapes, settings, norms)
             point = _measure(solved, held, model, settings.exact_prefix)
             return point.model_copy(update={"recipe": choice.label()})
 
         tell("choose", 0, tries)
-        best, curve = search(start, *shapes, measure, tries=tries)
+        best, curve = search(start, *shapes, measure, tries=tries, normalise=norms is not None)
     tell("choose", tries, tries)
     selection = Selection(
         k=best.k,
@@ -159,7 +167,7 @@ def choose_recipe(
         digest=token_digest([windows]),
         curve=curve,
     )
-    return solve_choice(best, moments, scores, *shapes, settings), selection
+    return solve_choice(best, moments, scores, *shapes, settings, norms), selection
 
 
 def _tail(windows: Tensor, settings: FitSettings) -> int:

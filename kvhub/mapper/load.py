@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvhub.artifact.manifest import NORMALISED
 from kvhub.artifact.open import open_tensors
 from kvhub.artifact.read import verify_artifact
 from kvhub.catalog import directory_of, files_of, find
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, Callable[[Manifest, Mapping[str, Tensor]], Mapper]] = {
     "mlp": MlpMapper,
     "ridge": RidgeMapper,
+    NORMALISED: RidgeMapper,
 }
 """By `Manifest.family`; a new family also needs an entry in `kvhub.artifact.tensors.FAMILIES`."""
 

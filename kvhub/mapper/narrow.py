@@ -41,6 +41,10 @@ def narrow(mapper: Mapper, heads: HeadSlice) -> Mapper:
         for side in ("k", "v")
         for name, tensor in _divided(mapper, layer, side, heads, local=local).items()
     }
+    for layer in range(manifest.target.geometry.num_layers):
+        norm = mapper.norm(layer)  # one for all heads
+        if norm is not None:
+            tensors[f"layers.{layer}.k.norm"] = norm
     narrowed = manifest.model_copy(update={"source": source, "target": target})
     return RidgeMapper(narrowed, tensors, device=mapper.device, dtype=mapper.dtype)
 

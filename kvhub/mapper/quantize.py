@@ -41,6 +41,9 @@ def quantized(mapper: Mapper) -> tuple[Manifest, dict[str, Tensor]]:
             tensors[f"{prefix}.weight"] = affine.weight if local else affine.weight[0]
             tensors[f"{prefix}.scale"] = affine.scale.reshape(column)
             tensors[f"{prefix}.bias"] = affine.bias.reshape(column)
+        norm = mapper.norm(layer)
+        if norm is not None:
+            tensors[f"layers.{layer}.k.norm"] = norm
     return manifest.model_copy(update={"weights_dtype": "int8", "files": []}), tensors
 
 

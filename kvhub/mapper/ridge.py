@@ -1,4 +1,6 @@
-"""The `ridge` family: one affine map per target layer, for K and for V (arXiv 2608.03893, section 3)."""
+"""The `ridge` family: one affine map per target layer, for K and for V (arXiv 2608.03893, section 3); and
+`ridge-k-norm`, whose mapped keys then go through the target's k_norm.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from kvhub.mapper.base import Mapper, SourceRows
 from kvhub.model.rope import rotary_table
 from kvhub_kernels.apply import Applier, make_applier, ready_bytes, uses_triton
 from kvhub_kernels.arriving import Arriving, Lane, apply_arriving, make_lane
+from kvhub_kernels.normalise import normalise
 from kvhub_kernels.plan import Plan
 from kvhub_kernels.resident import Resident
 from kvhub_kernels.rotary import RotaryTable, apply_rope
@@ -55,7 +58,7 @@ class RidgeMapper(Mapper):
         self.device = torch.device(device)
         self.dtype = dtype
         # A bias may be a hundred times the spread of its rows: it is never rounded. int8 stays as it is.
-        kept = {"bias": torch.float32, "scale": torch.float32}
+        kept = {"bias": torch.float32, "scale": torch.float32, "norm": torch.float32}
         if manifest.weights_dtype == "int8":
             kept["weight"] = torch.int8
         self._tensors = {
@@ -78,6 +81,12 @@ class RidgeMapper(Mapper):
             weight = weight.to(torch.float32).mul_(columns).to(self.dtype)
         return Affine(weight, bias)
 
+    def norm(self, target_layer: int) -> Tensor | None:
+        """The weight `[head_dim]` of the target's k_norm in that layer, float32; None: keys are not
+        normalised.
+        """
+        return self._tensors.get(f"layers.{target_layer}.k.norm")
+
     def stored(self, target_layer: int, side: str) -> tuple[Tensor, ...]:
         """Weight and bias, and the scale of int8 weights, as they are held."""
         names = [f"layers.{target_layer}.{side}.{part}" for part in ("weight", "bias", "scale")]
@@ -88,7 +97,10 @@ class RidgeMapper(Mapper):
         layers = self.manifest.source_layers[target_layer]
         content = self._apply(target_layer, "k", [source.content_keys(layer, self.dtype) for layer in layers])
         values = self._apply(target_layer, "v", [source.values(layer).to(self.dtype) for layer in layers])
-        return apply_rope(content, source.table(self.manifest.target.rope)), values
+        norm, turn = self.norm(target_layer), source.table(self.manifest.target.rope)
+        if norm is None:
+            return apply_rope(content, turn), values
+        return apply_rope(normalise(content, norm), turn).to(self.dtype), values
 
     def map_rows(self, source: SourceRows, target: Rows) -> Tensor:
         """See `Mapper.map_rows`. All layers at once, by the kernels, wherever `target` lies.
@@ -161,7 +173,8 @@ class RidgeMapper(Mapper):
             target.num_kv_heads,
             target.head_dim,
         )
-        return Weights.of(plan, self.stored)
+        norms = [self.norm(layer) for layer in range(target.num_layers)]
+        return Weights.of(plan, self.stored, [n for n in norms if n is not None] or None)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> RidgeMapper:
         """A copy on `device` computing in `dtype` (None: as now)."""

@@ -17,7 +17,7 @@ from kvhub.evaluation.inject import KvRows, run
 from kvhub.evaluation.metrics import Array, LogitSums, attention_cosines, gap_recovered, row_moments
 from kvhub.evaluation.run import wrong_document_order
 from kvhub.evaluation.summary import summarize
-from kvhub.fit.score import apply_affine
+from kvhub.fit.score import apply_ridge
 from kvhub.mapper.base import Mapper, SourceRows
 from kvhub.model.identity import ModelIdentity
 from kvhub.model.rope import rotary_table
@@ -71,7 +71,7 @@ class AffineCandidate:
                 for side, name, inputs in ((0, "k", content), (1, "v", values)):
                     prefix = f"layers.{number}.{name}"
                     x = torch.stack([inputs[layer] for layer in layers], dim=1)
-                    y = apply_affine(x, self._tensors[f"{prefix}.weight"], self._tensors[f"{prefix}.bias"])
+                    y = apply_ridge(self._tensors, prefix, x)
                     found[side].append((apply_rope(y, turn) if name == "k" and self._turn else y).to(dtype))
         return KvRows(tuple(found[0]), tuple(found[1]))
 

@@ -17,6 +17,7 @@ from kvhub.fit.capture import Capture
 from kvhub.fit.captures import CaptureStore
 from kvhub.fit.moments import PairMoments
 from kvhub.fit.recipes.first import add_weighted
+from kvhub.fit.recipes.normalise import norms_of
 from kvhub.fit.ridge import Regularization
 from kvhub.fit.selection import layer_scores, top_layers
 from kvhub.fit.settings import FitSettings
@@ -175,7 +176,8 @@ class StudyPair:
         shapes = self.source.identity.geometry, self.target.identity.geometry
         known = replace(settings or self.settings, k=k)  # type: ignore[arg-type]
         layers = top_layers(layer_scores(moments, *shapes), known.grid(shapes[0])[0])
-        return solve_pair(moments, *shapes, layers, regularization, known)
+        norms = norms_of(self.side(self.target), known)
+        return solve_pair(moments, *shapes, layers, regularization, known, norms)
 
     def candidate(self, solved: Solved, *, strip: bool = True, turn: bool = True) -> AffineCandidate:
         """To be measured. strip, turn: whether RoPE is removed before the map and applied after it."""

@@ -11,6 +11,7 @@ from kvhub.fit.distill.run import distil
 from kvhub.fit.distill.schedule import Distill
 from kvhub.fit.recipes.first import LOOK, settled
 from kvhub.fit.recipes.groupwise import solve_groupwise
+from kvhub.fit.recipes.normalise import normalises, norms_of
 from kvhub.fit.ridge import PAPER, Regularization, Support
 from kvhub.fit.run import demand_possible
 from kvhub.fit.selection import layer_scores, top_layers
@@ -40,6 +41,8 @@ class Recipe:
     """Penalty of source heads that are not the matched one, relative to its own."""
     stretch_keys: float = 0.0
     stretch_values: float = 0.0
+    normalise: Literal["auto", "on", "off"] = "off"
+    """Keys through the target's k_norm."""
     steps: int = 0
     """Gradient steps through the target after the closed form, folded into the same matrices."""
 
@@ -67,8 +70,10 @@ RECIPES = (
     Recipe("first-4-exact", exact_prefix=4),
     Recipe("first-64-exact", exact_prefix=64),
     Recipe("closed-form", stride=1, first_weight=0, stretch_keys=0.5, stretch_values=0.5),
+    Recipe("normalised", stride=1, first_weight=0, stretch_values=0.5, normalise="on"),
     Recipe("ridge-distilled", steps=60),
     Recipe("default", stride=1, first_weight=0, stretch_keys=0.5, stretch_values=0.5, steps=60),
+    Recipe("default-normalised", stride=1, first_weight=0, stretch_values=0.5, normalise="on", steps=60),
 )
 """Each alone, then together; the paper's lambda first, because shares of what is removed are of its excess.
 `default` is what `kvhub fit` does unasked."""
@@ -96,9 +101,11 @@ def fit(pair: StudyPair, recipe: Recipe) -> tuple[Solved, float]:
         support=recipe.support,
         stretch=recipe.stretch_keys,
         stretch_values=recipe.stretch_values,
+        normalise_keys=recipe.normalise,
     )
     demand_possible(*shapes, settings, both=False)
     sides = pair.side(pair.source), pair.side(pair.target)
+    normalises(settings, pair.target.identity)
     weight = settled(replace(settings, first_weight=recipe.first_weight), sides, pair.windows()[:LOOK])
     moments = pair.moments(
         stride=recipe.stride, exact_prefix=recipe.exact_prefix, first_weight=weight.first_weight
@@ -109,8 +116,9 @@ def fit(pair: StudyPair, recipe: Recipe) -> tuple[Solved, float]:
     else:
         layers = top_layers(layer_scores(moments, *shapes), k)
         solved = solve_groupwise(
-            moments, *shapes, layers, recipe.regularization, settings, factor=recipe.off_head
-        )
+            moments, *shapes, layers, recipe.regularization, settings, norms_of(sides[1], settings),
+            factor=recipe.off_head,
+        )  # fmt: skip
     if recipe.steps:
         solved = _distilled(pair, solved, recipe, replace(settings, exact_prefix=recipe.exact_prefix))
     return solved, time.perf_counter() - began

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.mappers import make_identity, make_manifest, random_tensors
 
+import kvhub.artifact.tensors
 from kvhub.artifact.read import open_tensors, read_manifest, verify_artifact
 from kvhub.artifact.tensors import expected_tensors
 from kvhub.artifact.write import write_artifact
@@ -285,6 +287,7 @@ MANIFESTS = {
         rotary_dim=64, inverse_frequencies=[1.0] * 32
     ),
     "infinite number // JSON|finite|canonical": lambda c: c.update(regularization=1e400),
+    "normalised keys without k_norm // has no k_norm": lambda c: c.update(family="ridge-k-norm"),
     "large config // config.json is listed": lambda c: c["files"][0].update(size=5 << 20),
 }
 
@@ -343,6 +346,28 @@ def test_expected_tensors_by_support():
     assert len(full) == 2 * 4
     local = expected_tensors(make_manifest(source, target, k=3, support="head-local"))
     assert local["layers.0.v.weight"] == (2, 3 * 6, 4)
+    normed = make_identity(num_kv_heads=2, head_dim=4, k_norm=True)
+    shapes = expected_tensors(make_manifest(source, normed, k=3, family="ridge-k-norm"))
+    assert shapes["layers.1.k.norm"] == (4,)
+    assert set(shapes) == {*full, "layers.0.k.norm", "layers.1.k.norm"}
+
+
+def test_normalised_keys(tmp_path, monkeypatch):
+    source, target = make_identity("org/a", num_layers=3), make_identity("org/b", k_norm=True)
+    manifest = make_manifest(source, target, k=2, weights_dtype="bfloat16", family="ridge-k-norm")
+    tensors = random_tensors(manifest)
+    write_artifact(tmp_path / "m", manifest, tensors)
+    assert torch.equal(load_mapper(tmp_path / "m").norm(1), tensors["layers.1.k.norm"])
+    shutil.copytree(tmp_path / "m", tmp_path / "without")
+    retensor(tmp_path / "without", lambda held: held.pop("layers.1.k.norm"))
+    refused(tmp_path / "without", "layers.1.k.norm|geometry asks")
+    shutil.copytree(tmp_path / "m", tmp_path / "infinite")
+    retensor(tmp_path / "infinite", lambda held: held["layers.0.k.norm"].fill_(float("inf")))
+    refused(tmp_path / "infinite", "layers.0.k.norm")
+    # What an older kvhub, which does not know the family, says of it.
+    monkeypatch.delitem(kvhub.artifact.tensors.FAMILIES, "ridge-k-norm")
+    error = refused(tmp_path / "m", "family 'ridge-k-norm' are not known", kind=Incompatible)
+    assert error.code == "family" and "upgrade kvhub" in error.hint
 
 
 def test_reading_a_manifest_loads_no_torch(artifact):

@@ -51,6 +51,7 @@ def test_blocks_give_the_fit_in_one_piece(tmp_path: Path, support: str, layers: 
         stride=1,
         exact_prefix=3,
         store_dtype="float32",
+        normalise_keys="on" if layers == 3 else "off",
         created="2026-01-01T00:00:00+00:00",
     )
     whole = fit_pair(one, two, windows, settings, both=True)

@@ -25,6 +25,7 @@ from kvhub.fit.distill.run import corrections_of, distil, folded
 from kvhub.fit.distill.schedule import Distill
 from kvhub.fit.distill.through import Through, split_of
 from kvhub.fit.moments import PairMoments
+from kvhub.fit.recipes.normalise import norm_in, norms_of
 from kvhub.fit.ridge import Regularization
 from kvhub.fit.selection import select_layers
 from kvhub.fit.settings import FitSettings
@@ -66,16 +67,18 @@ class Ready:
         return compare_logits(native[:12], logits, torch.zeros(12, dtype=torch.int64)).kl / 12
 
 
-@pytest.fixture(scope="module", params=["full", "head-local"])
+@pytest.fixture(scope="module", params=["full", "head-local, normalised"])
 def ready(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ready]:
     root: Path = tmp_path_factory.mktemp("pair")
     source = load_model(make_tiny(root / "source", layers=2), torch.float32)
     target = load_model(make_tiny(root / "target", head_dim=24, hidden=64, seed=1), torch.float32)
     corpora = load_corpora([write_text(root / "text.txt", 400)])
     windows = calibration_set(corpora, source.tokenizer, sequences=10, length=LENGTH, tuning=True)
+    support, _, normalised = request.param.partition(", ")
     settings = FitSettings(
-        k=1, sequences=10, length=LENGTH, stride=1, store_dtype="float32", support=request.param
-    )
+        k=1, sequences=10, length=LENGTH, stride=1, store_dtype="float32", support=support,
+        normalise_keys="on" if normalised else "off",
+    )  # fmt: skip
     shapes = source.identity.geometry, target.identity.geometry
     moments = PairMoments.zeros(*shapes)
     for window in windows.fit:
@@ -83,7 +86,9 @@ def ready(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         moments.add(capture(source, window).rows(positions), capture(target, window).rows(positions))
     moments.flush()
     layers = select_layers(moments, *shapes, 1)
-    solved = solve_pair(moments, *shapes, layers, Regularization(1e-3), settings)
+    norms = norms_of(Side.of(target), settings)
+    solved = solve_pair(moments, *shapes, layers, Regularization(1e-3), settings, norms)
+    assert solved.normalised == bool(normalised)
     yield Ready(source, target, windows, settings, solved)
 
 
@@ -108,7 +113,8 @@ def test_the_loss_is_what_the_folded_mapper_gives(ready: Ready, exact: int) -> N
             for tensor in side.trained:
                 tensor.copy_(0.2 * torch.randn(tensor.shape, generator=chance))
     sides = Side.of(ready.source), Side.of(ready.target)
-    through = Through(ready.target.model, *sides, ready.solved.layers, exact, kept=1000)
+    norms = [norm_in(ready.solved.tensors, number) for number in range(len(ready.solved.layers))]
+    through = Through(ready.target.model, *sides, ready.solved.layers, exact, kept=1000, norms=norms)
     window = ready.windows.tuning[0]
     moved = replace(ready.solved, tensors=folded(ready.solved, corrections, shape, ready.settings))
     with torch.no_grad():

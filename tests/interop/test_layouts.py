@@ -125,6 +125,13 @@ def test_what_a_layout_cannot_say(tmp_path: Path) -> None:
     export_mapper(tmp_path / "prefix", tmp_path / "out", "kvtransfer", drop_exact_prefix=True)
     with pytest.raises(BadInput):
         export_mapper(tmp_path / "prefix", tmp_path / "out", "kvtransfer", drop_exact_prefix=True)
+    normed = make_identity("org/large", num_layers=3, k_norm=True)
+    manifest = make_manifest(SOURCE, normed, k=2, source_layers=ORDER, family="ridge-k-norm")
+    write_artifact(tmp_path / "normed", manifest, random_tensors(manifest))
+    for layout in LAYOUTS:
+        with pytest.raises(Incompatible, match="'ridge-k-norm' have no such layout") as caught:
+            export_mapper(tmp_path / "normed", tmp_path / "no", layout)
+        assert caught.value.code == "family"
     manifest = make_manifest(SOURCE, make_identity("org/wide", head_dim=8))
     write_artifact(tmp_path / "wide", manifest, random_tensors(manifest))
     with pytest.raises(Incompatible) as caught:

@@ -16,7 +16,7 @@ TOKENS = 30
 
 def made(support, dtype=torch.float32, **options):
     source = make_identity(num_layers=5, num_kv_heads=3, head_dim=16)
-    target = make_identity(num_layers=4, num_kv_heads=3, head_dim=32)
+    target = make_identity(num_layers=4, num_kv_heads=3, head_dim=32, k_norm=True)
     manifest = make_manifest(source, target, k=3, support=support, **options)
     mapper = RidgeMapper(manifest, random_tensors(manifest), dtype=dtype)
     generator = torch.Generator().manual_seed(5)
@@ -33,8 +33,9 @@ def made(support, dtype=torch.float32, **options):
 @pytest.mark.parametrize("support", ["full", "head-local"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", [RidgeMapper.map_rows, Mapper.map_rows], ids=["kernels", "any family"])
-def test_the_same_rows_as_layer_by_layer(support, dtype, way):
-    mapper, rows, target = made(support, dtype)
+@pytest.mark.parametrize("family", ["ridge", "ridge-k-norm"])
+def test_the_same_rows_as_layer_by_layer(support, dtype, way, family):
+    mapper, rows, target = made(support, dtype, family=family)
     finite = way(mapper, rows, target)
     assert finite.shape == () and bool(finite)
     for layer in range(4):

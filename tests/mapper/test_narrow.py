@@ -19,10 +19,11 @@ from kvhub.mapper.ridge import RidgeMapper
 TOKENS = 9
 
 
-def made(support: str) -> RidgeMapper:
+def made(support: str, **changes: str) -> RidgeMapper:
     heads = {"num_attention_heads": 8, "num_kv_heads": 4}
     source = make_identity("org/source", num_layers=3, **(heads if support == "head-local" else {}))
-    manifest = make_manifest(source, make_identity("org/target", **heads), k=2, support=support)
+    target = make_identity("org/target", **heads, k_norm="family" in changes)
+    manifest = make_manifest(source, target, k=2, support=support, **changes)
     generator = torch.Generator().manual_seed(5)
     tensors = {n: torch.randn(s, generator=generator) for n, s in expected_tensors(manifest).items()}
     return RidgeMapper(manifest, tensors)
@@ -36,10 +37,11 @@ def rows_of(mapper: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
+@pytest.mark.parametrize("family", ["ridge", "ridge-k-norm"])
 @pytest.mark.parametrize("support", ["full", "head-local"])
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (0, 4), (3, 4), (5, 8)])
-def test_each_rank_gets_its_heads(support: str, rank: int, size: int, int8: bool) -> None:
-    whole = made(support)
+def test_each_rank_gets_its_heads(support: str, rank: int, size: int, family: str, int8: bool) -> None:
+    whole = made(support) if family == "ridge" else made(support, family=family)
     if int8:
         whole = RidgeMapper(*quantized(whole))
     heads = HeadSlice.of_rank(rank, size, 4)

@@ -28,7 +28,7 @@ def home(tmp_path, monkeypatch):
 
 def written(tmp_path, support="full", **options):
     source = make_identity("org/a", num_layers=4, num_kv_heads=2, head_dim=16)
-    target = make_identity("org/b", num_layers=3, num_kv_heads=2, head_dim=8)
+    target = make_identity("org/b", num_layers=3, num_kv_heads=2, head_dim=8, k_norm="family" in options)
     manifest = make_manifest(source, target, k=2, support=support, **options)
     return write_artifact(tmp_path / "whole", manifest, random_tensors(manifest)), tmp_path / "whole"
 
@@ -45,9 +45,11 @@ def mapped(mapper):
     return [k for k, _ in layers] + [v for _, v in layers], pools
 
 
+@pytest.mark.parametrize("options", [{}, {"family": "ridge-k-norm"}], ids=["plain", "normalised"])
 @pytest.mark.parametrize("support", ["full", "head-local"])
-def test_the_same_map_but_for_rounding(tmp_path, support):
-    whole, directory = written(tmp_path, support)
+def test_the_same_map_but_for_rounding(tmp_path, support, options):
+    whole, directory = written(tmp_path, support, **options)
+    assert whole.normalised == bool(options)
     place, manifest = quantize(directory)
     assert manifest.weights_dtype == "int8" and manifest.digest != whole.digest
     assert place.name == manifest.digest and sum(f.size for f in manifest.files) < 1.3e4

@@ -51,6 +51,9 @@ def reference(manifest, tensors, layer, keys, values):
                 else:
                     start = (index * heads + head) * dim
                     result += (x @ weight[start : start + dim]).view(TOKENS, *bias.shape)
+        if f"layers.{layer}.{side}.norm" in tensors:
+            size = np.sqrt((result.numpy() ** 2).mean(-1, keepdims=True) + 1e-6)
+            result = result / torch.from_numpy(size) * tensors[f"layers.{layer}.{side}.norm"].double()
         out.append(turn(result, target, +1) if side == "k" else result)
     return out
 
@@ -65,6 +68,8 @@ CASES = {
     "one layer": ("full", 1, {}, {"num_layers": 5, "num_kv_heads": 1, "head_dim": 2}),
     "all layers": ("full", 4, {"num_layers": 4}, {"num_layers": 2}),
     "head-local": ("head-local", 3, {"num_layers": 4, "head_dim": 6}, {"head_dim": 10}),
+    "normalised": ("full", 2, {"head_dim": 6}, {"num_kv_heads": 3, "head_dim": 8, "k_norm": True}),
+    "normalised, head-local": ("head-local", 2, {}, {"k_norm": True}),
     "head-local, one head": ("head-local", 1, {"num_kv_heads": 1}, {"num_kv_heads": 1}),
 }
 
@@ -72,7 +77,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_against_the_definition(case):
     support, k, source, target = CASES[case]
-    manifest = make_manifest(make_identity(**source), make_identity(**target), k=k, support=support)
+    family = "ridge-k-norm" if target.get("k_norm") else "ridge"
+    manifest = make_manifest(
+        make_identity(**source), make_identity(**target), k=k, support=support, family=family
+    )
     tensors = random_tensors(manifest)
     mapper = RidgeMapper(manifest, tensors)
     rows, keys, values = rows_of(manifest.source)

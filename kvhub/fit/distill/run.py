@@ -27,6 +27,7 @@ from kvhub.fit.distill.schedule import (
     seeded,
 )
 from kvhub.fit.distill.through import Corrections, Through, split_of
+from kvhub.fit.recipes.normalise import inverse, norm_in
 from kvhub.fit.settings import FitSettings
 from kvhub.fit.side import Side
 from kvhub.fit.solve import Solved
@@ -79,7 +80,8 @@ def distil(
     with target.live() as model:
         exact = settings.exact_prefix
         corrections = corrections_of(solved, source, target, windows, exact, input_device(model.model))
-        through = Through(model.model, source, target, solved.layers, exact)
+        norms = [norm_in(solved.tensors, number) for number in range(len(solved.layers))]
+        through = Through(model.model, source, target, solved.layers, exact, norms=norms)
         state = _train(corrections, through, windows, tuning, settings, how, tail, progress, tell)
     trained = _trained(corrections)
     with torch.no_grad():
@@ -102,6 +104,9 @@ def corrections_of(
     inputs, outputs = (_sample(side, windows, exact_prefix) for side in (source, target))
     found = []
     for number, layers in enumerate(solved.layers):
+        norm = norm_in(solved.tensors, number)
+        if norm is not None:
+            outputs[0][number] = outputs[0][number] * inverse(norm)
         key, value = (
             Correction.of(
                 solved.tensors[f"layers.{number}.{side}.weight"],
@@ -134,7 +139,7 @@ def folded(
 ) -> dict[str, Tensor]:
     """The tensors of the corrected mapper, as `solve_pair` gives them."""
     dtype = getattr(torch, settings.store_dtype)
-    tensors: dict[str, Tensor] = {}
+    tensors = {name: tensor for name, tensor in solved.tensors.items() if name.endswith(".norm")}
     for number, pair in enumerate(corrections):
         for side, correction in zip(("k", "v"), pair, strict=True):
             name = f"layers.{number}.{side}"

@@ -15,6 +15,7 @@ from kvhub.fit.distill.likely import KEPT, Likely
 from kvhub.fit.side import Side
 from kvhub.model.placement import input_device
 from kvhub.model.rope import rotary_table
+from kvhub_kernels.normalise import normalise
 from kvhub_kernels.rotary import apply_rope
 
 Corrections = Sequence[tuple[Correction, Correction]]
@@ -31,6 +32,8 @@ class Through:
     layers: Sequence[Sequence[int]]
     """Selected source layers of every target layer."""
     exact_prefix: int
+    norms: Sequence[Tensor | None] = ()
+    """Of every target layer the weight of k_norm that its keys go through; empty or None: they do not."""
     kept: int = KEPT
     """Most likely tokens that the divergence tells apart."""
     _known: dict[tuple[bytes, int, int], Likely] = field(default_factory=dict)
@@ -81,6 +84,9 @@ class Through:
                 )
                 for correction, rows in zip(pair, (source.content_keys, source.values), strict=True)
             )
+            norm = self.norms[number] if self.norms else None
+            if norm is not None:
+                key = normalise(key, norm.to(home))
             key = apply_rope(key, table).to(self.model.dtype)
             value = value.to(self.model.dtype)
             if own is not None:

@@ -27,6 +27,8 @@ class Choice:
     """Penalty of source heads that are not the matched one, relative to its own (full support)."""
     stretch_keys: float = 0.0
     stretch_values: float = 0.0
+    normalise: bool = False
+    """Keys through the target's k_norm."""
 
     def label(self) -> str:
         """For people and for the manifest: what differs from plain ridge."""
@@ -35,6 +37,7 @@ class Choice:
             *([f"off-head x{self.off_head:g}"] if self.off_head != 1 else []),
             *([f"keys stretched {self.stretch_keys:g}"] if self.stretch_keys else []),
             *([f"values stretched {self.stretch_values:g}"] if self.stretch_values else []),
+            *(["keys normalised"] if self.normalise else []),
         ]
         return ", ".join(parts)
 
@@ -51,8 +54,9 @@ def solve_choice(
     source: Geometry,
     target: Geometry,
     settings: FitSettings,
+    norms: Tensor | None = None,
 ) -> Solved:
-    """scores: of `layer_scores`. Errors: those of `solve_pair`."""
+    """scores: of `layer_scores`. norms: for a choice that normalises. Errors: those of `solve_pair`."""
     layers: Sequence[Sequence[int]] = top_layers(scores, choice.k)
     settings = replace(
         settings,
@@ -61,10 +65,11 @@ def solve_choice(
         stretch=choice.stretch_keys,
         stretch_values=choice.stretch_values,
     )
+    norms = norms if choice.normalise else None
     if choice.off_head == 1.0:
-        solved = solve_pair(moments, source, target, layers, choice.regularization, settings)
+        solved = solve_pair(moments, source, target, layers, choice.regularization, settings, norms)
     else:
         solved = solve_groupwise(
-            moments, source, target, layers, choice.regularization, settings, factor=choice.off_head
+            moments, source, target, layers, choice.regularization, settings, norms, factor=choice.off_head
         )
     return replace(solved, support=choice.support, recipe=choice.label())

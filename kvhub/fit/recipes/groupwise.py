@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvhub.errors import KvhubError
 from kvhub.fit.moments import Moments, PairMoments
+from kvhub.fit.recipes.normalise import stretch_share
 from kvhub.fit.recipes.scale import stretch
 from kvhub.fit.ridge import Affine, Regularization, indices
 from kvhub.fit.selection import matched_heads
@@ -28,6 +29,7 @@ def solve_groupwise(
     layers: Sequence[Sequence[int]],
     regularization: Regularization,
     settings: FitSettings,
+    norms: Tensor | None = None,
     *,
     factor: float = 10.0,
 ) -> Solved:
@@ -39,9 +41,9 @@ def solve_groupwise(
     for number, chosen in enumerate(layers):
         for name, side in (("k", moments.key), ("v", moments.value)):
             affine = _layer(side, source, target, number, chosen, regularization, factor)
-            share = settings.stretch if name == "k" else settings.stretch_values
+            share = stretch_share(name, settings, norms)
             affine = stretch(affine, side, source, target, number, chosen, "full", share)
-            tensors |= stored(affine, number, name, target, settings)
+            tensors |= stored(affine, number, name, target, settings, norms)
     return Solved([list(chosen) for chosen in layers], regularization, tensors)
 
 

@@ -25,10 +25,17 @@ Measure = Callable[[Choice], CurvePoint]
 
 
 def search(
-    start: Choice, source: Geometry, target: Geometry, measure: Measure, *, tries: int = 24
+    start: Choice,
+    source: Geometry,
+    target: Geometry,
+    measure: Measure,
+    *,
+    tries: int = 24,
+    normalise: bool = False,
 ) -> tuple[Choice, list[CurvePoint]]:
     """The best candidate by KL, and every one that was tried, in order.
 
+    normalise: whether keys may go through the target's k_norm, where `start` does not say that they do.
     Candidates whose system is singular are left out. Errors: `KvhubError` where none is left.
     """
     limit = start.flops(source, target)
@@ -48,7 +55,8 @@ def search(
         return tried.get(choice)
 
     best = start if ask(start) else None
-    for axis in (_supports, _lambdas, _heads, _keys, _values):
+    norms = (_norms,) if normalise and target.k_norm else ()
+    for axis in (_supports, *norms, _lambdas, _heads, _keys, _values):
         for choice in axis(best or start, source, target):
             point = ask(choice) if choice.flops(source, target) <= limit else None
             if point and (best is None or point.kl < (1 - BETTER) * tried[best].kl):
@@ -66,6 +74,11 @@ def _supports(at: Choice, source: Geometry, target: Geometry) -> Iterator[Choice
         yield replace(at, support="head-local", k=k)
 
 
+def _norms(at: Choice, source: Geometry, target: Geometry) -> Iterator[Choice]:
+    if not at.normalise:
+        yield replace(at, normalise=True)
+
+
 def _lambdas(at: Choice, source: Geometry, target: Geometry) -> Iterator[Choice]:
     for value in LAMBDAS:
         yield replace(at, regularization=Regularization(value))
@@ -78,7 +91,7 @@ def _heads(at: Choice, source: Geometry, target: Geometry) -> Iterator[Choice]:
 
 
 def _keys(at: Choice, source: Geometry, target: Geometry) -> Iterator[Choice]:
-    if at.support == "full":
+    if at.support == "full" and not at.normalise:  # the norm gives lengths back
         for share in STRETCH:
             yield replace(at, stretch_keys=share)
 
