@@ -32,7 +32,7 @@ def command(name: str | None, key: str | None, remove: bool, require: bool | Non
     from kvhub.strict_json import first_fault
 
     settings = Settings.load()
-    policy = trust.load(settings)
+    policy = trust.load(settings, absent=name is not None or require is not None)
     content = policy.model_dump()
     if name is not None and remove:
         if content["publishers"].pop(name, None) is None:

@@ -20,8 +20,9 @@ def promote(ref: str, *, why: str, settings: Settings | None = None) -> MapperRo
     """Make a mapper ready, also one that was retired: every byte and the gate are checked again.
 
     There is no way around the gate (law 4). Errors: `Corrupt`; `Incompatible` with code
-    `unevaluated` or `gate`.
+    `unevaluated` or `gate`; `BadInput` for a trust policy that cannot be read, before anything is changed.
     """
+    trust.load(settings)
     row = find(ref, settings)
     directory = directory_of(row.digest, settings)
     try:

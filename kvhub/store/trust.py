@@ -5,6 +5,9 @@
 With `require_signature` (or KVHUB_REQUIRE_SIGNATURE=1) a mapper must carry a valid signature by a listed
 publisher to be pulled, promoted, verified or loaded. `namespaces`, where given, are the only Hub
 organisations that pull takes from. A signature that is there but wrong is refused in any case.
+
+A policy that cannot be read says nothing of any mapper: it is `BadInput`, never `Corrupt`, and commands that
+change a mapper's state read it first.
 """
 
 from __future__ import annotations
@@ -18,14 +21,15 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from kvhub.artifact.manifest import Manifest
-from kvhub.errors import Corrupt, Incompatible, NotFound
+from kvhub.errors import BadInput, Corrupt, Incompatible, NotFound
 from kvhub.files import write_bytes, writing
 from kvhub.model.identity import Record, Text
 from kvhub.settings import Settings
 from kvhub.store import signature as signatures
-from kvhub.strict_json import first_fault, parse_object, read_bounded
+from kvhub.strict_json import first_fault, parse_object, read_bounded, shown
 
 Status = Literal["unsigned", "unchecked", "unknown", "trusted"]
+_MEND = "mend the file, or move it away and write it anew: kvhub trust NAME KEY --require"
 PublicKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -67,20 +71,36 @@ def path(settings: Settings) -> Path:
     return Path(given).expanduser() if given else settings.home / "trust.json"
 
 
-def load(settings: Settings | None = None) -> Policy:
-    """The policy of this machine; without a file everything is allowed. Errors: `Corrupt`, `AccessDenied`."""
+def load(settings: Settings | None = None, *, absent: bool = False) -> Policy:
+    """The policy of this machine; without a file in KVHUB_HOME everything is allowed.
+
+    absent: take a file that KVHUB_TRUST names and that is not there as an empty one, to write it.
+    Errors: `BadInput` for a file that was named and is not there, or that is no policy; `AccessDenied`.
+    """
     file = path(settings or Settings.load())
+    required = _required()
     try:
         data = read_bounded(file, limit=1 << 20, follow_symlinks=True)
-        parse_object(data, file.name)
+        parse_object(data, f"the trust policy {file}")
         policy = Policy.model_validate_json(data)
     except NotFound:
+        if file.is_symlink() or (os.environ.get("KVHUB_TRUST") and not absent):
+            raise BadInput(f"the trust policy {file} does not exist", _MEND) from None
         policy = Policy()
+    except Corrupt as error:
+        raise BadInput(error.message, _MEND) from None
     except ValidationError as error:
-        raise Corrupt(f"{file}: {first_fault(error)}", "kvhub trust writes it") from None
-    if os.environ.get("KVHUB_REQUIRE_SIGNATURE") == "1":
-        return policy.model_copy(update={"require_signature": True})
-    return policy
+        raise BadInput(f"the trust policy {file}: {first_fault(error)}", _MEND) from None
+    return policy.model_copy(update={"require_signature": True}) if required else policy
+
+
+def _required() -> bool:
+    said = os.environ.get("KVHUB_REQUIRE_SIGNATURE", "")
+    if said.lower() in ("1", "true", "yes", "on"):
+        return True
+    if said.lower() in ("", "0", "false", "no", "off"):
+        return False
+    raise BadInput(f"KVHUB_REQUIRE_SIGNATURE is {shown(said, 40)!r}", "1 demands signatures, 0 does not")
 
 
 def save(policy: Policy, settings: Settings) -> None:

@@ -13,7 +13,7 @@ from kvhub.errors import Corrupt, Incompatible
 from kvhub.evaluation.evidence import Evidence
 from kvhub.evaluation.gate import reason, rejudge
 from kvhub.settings import Settings
-from kvhub.store.trust import Provenance, demand
+from kvhub.store.trust import Provenance, demand, load
 from kvhub_registry import MapperRow, State
 
 UNCOVERED = ("README.md", "assets")
@@ -37,8 +37,10 @@ def verify(
 
     row: the registry's, where it has these files; then a mapper that is `ready` must have evidence that
     passes the gate, for it is served on the strength of that.
-    Errors: `Corrupt`; `Incompatible` with code `gate`, `unevaluated`, `signature` or `schema`.
+    Errors: `Corrupt`; `Incompatible` with code `gate`, `unevaluated`, `signature` or `schema`; `BadInput`
+    for a trust policy that cannot be read, whatever the files are.
     """
+    load(settings)
     manifest = verify_artifact(directory, deep=deep)
     if row is not None and manifest.digest != row.digest:
         raise Corrupt(f"{directory} holds mapper {manifest.digest[:12]}, not {row.digest[:12]}")

@@ -151,6 +151,27 @@ def test_signatures_travel(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # 
     other.run("trust", "x", "not a key", code=2)
 
 
+def test_a_typo_in_the_policy_is_a_refusal_and_costs_no_mapper(
+    shell, hub: LoopbackHub, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
+    digest = stored(shell.settings).digest
+    publishable(tmp_path / "made", seed=4)
+    shell.run("push", tmp_path / "made", REPO)
+    policy = shell.settings.home / "trust.json"
+    policy.write_text('{"require_signatures": true}')
+    for command in (("verify", digest), ("promote", digest), ("pull", REPO), ("trust", "x", "0" * 64)):
+        err = shell.run(*command, code=2).stderr
+        assert str(policy) in err and "move it away" in err and "kvhub rm" not in err
+    policy.unlink()
+    assert "ready" in shell.run("info", digest).stdout
+    gone = {"KVHUB_TRUST": str(tmp_path / "absent.json")}
+    for command in (("verify", digest), ("pull", REPO), ("trust",)):
+        assert "absent.json does not exist" in shell.run(*command, code=2, **gone).stderr
+    shell.run("trust", "our team", "0" * 64, "--require", **gone)
+    shell.run("pull", REPO, code=7, **gone)
+    assert len(list(shell.settings.mappers.glob("[0-9a-f]*"))) == 1
+
+
 def test_doctor(shell) -> None:  # type: ignore[no-untyped-def]
     digest = stored(shell.settings).digest
     found = {item["check"]: item for item in json.loads(shell.run("doctor", "--format", "json").stdout)}

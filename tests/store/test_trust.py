@@ -10,12 +10,16 @@ from support.published import make_artifact
 from support.stored import stored
 
 from kvhub.artifact.read import verify_artifact
+from kvhub.catalog import find
 from kvhub.errors import BadInput, Corrupt, Incompatible, KvhubError
 from kvhub.mapper.load import load_mapper
 from kvhub.settings import Settings
 from kvhub.store import signature, trust
+from kvhub.store.health import examine
 from kvhub.store.lifecycle import promote
 from kvhub.store.trust import Policy
+from kvhub.store.verify import verify
+from kvhub_registry import State
 
 pytest.importorskip("cryptography")
 
@@ -102,10 +106,60 @@ def test_a_policy_file_is_read_strictly(home: Settings) -> None:
     home.home.mkdir()
     for text in ('{"requiresignature": true}', "[]", '{"publishers": {"a": "xyz"}}', "{"):
         trust.path(home).write_text(text)
-        with pytest.raises(Corrupt):
+        with pytest.raises(BadInput, match=r"trust\.json") as caught:
             trust.load(home)
+        assert "kvhub trust" in caught.value.hint
     trust.path(home).write_text('{"namespaces": ["our-org"]}')
     trust.demand_namespace("our-org/mapper", home)
-    with pytest.raises(Incompatible) as caught:
+    with pytest.raises(Incompatible) as refused:
         trust.demand_namespace("their-org/mapper", home)
-    assert caught.value.code == "publisher"
+    assert refused.value.code == "publisher"
+
+
+def test_a_policy_that_cannot_be_read_changes_no_mapper(home: Settings) -> None:
+    """Not even one whose files are damaged: what is wrong with them is said once the policy can be read."""
+    manifest = stored(home)
+    trust.path(home).write_text('{"requiresignature": true}')
+    weights = home.mappers / manifest.digest / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    uses = (
+        lambda: promote(manifest.digest, why="please"),
+        lambda: verify(weights.parent, find(manifest.digest, home), deep=True, settings=home),
+    )
+    for use in uses:
+        with pytest.raises(BadInput, match="requiresignature"):
+            use()
+        assert find(manifest.digest, home).state is State.READY
+
+
+def test_a_file_that_was_named_and_is_not_there(
+    home: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert trust.load(home) == Policy()  # the place in KVHUB_HOME: no policy
+    home.home.mkdir(exist_ok=True)
+    trust.path(home).symlink_to(tmp_path / "gone.json")
+    with pytest.raises(BadInput, match="does not exist"):
+        trust.load(home)
+    named = tmp_path / "team.json"
+    monkeypatch.setenv("KVHUB_TRUST", str(named))
+    with pytest.raises(BadInput, match=r"team\.json does not exist"):
+        trust.load(home)
+    assert [item.result for item in examine(home, ask_hub=False) if item.name == "trust"] == ["FAILS"]
+    trust.save(trust.load(home, absent=True), home)
+    assert trust.load(home) == Policy()
+
+
+@pytest.mark.parametrize(
+    ("said", "required"), [("1", True), ("true", True), ("on", True), ("0", False), ("", False)]
+)
+def test_signatures_demanded_by_the_environment(
+    home: Settings, monkeypatch: pytest.MonkeyPatch, said: str, required: bool
+) -> None:
+    monkeypatch.setenv("KVHUB_REQUIRE_SIGNATURE", said)
+    assert trust.load(home).require_signature is required
+
+
+def test_a_word_that_is_neither_yes_nor_no(home: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVHUB_REQUIRE_SIGNATURE", "always")
+    with pytest.raises(BadInput, match="always"):
+        trust.load(home)
