@@ -1,6 +1,6 @@
 """The most that sharing exact rows with the lossy namespace, instead of copying them, could win.
 
-    python -m benchmarks.copies [--tokens 512 --rounds 7]
+    python -m benchmarks.copies [--tokens 512 --rounds 7 --pairs 2]
 
 A request in the lossy namespace has its own exact device rows copied into slots of its own. A tree in which
 both namespaces shared a prefix would need no copy: this sets what it costs beside mapping as many rows and
@@ -67,10 +67,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--pairs", type=int, default=2, help="the first so many of benchmarks.shapes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    for name in PAIRS:
+    for name in list(PAIRS)[: arguments.pairs]:
         rows.append(measure(name, arguments.tokens, arguments.rounds))
         print(rows[-1], flush=True)
     print(machine.write("copies", {"machine": machine.describe(), "rows": rows}))
