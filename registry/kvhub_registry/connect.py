@@ -95,7 +95,8 @@ def make_engine(url: URL, *, read_only: bool = False) -> Engine:
     """An engine for a parsed URL; creates the directory of a SQLite file (0700). Connects to nothing."""
     if url.get_backend_name() != "sqlite":
         try:
-            return create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": 10})
+            patience = {} if "connect_timeout" in url.query else {"connect_timeout": 10}
+            return create_engine(url, pool_pre_ping=True, connect_args=patience)
         except ModuleNotFoundError:
             raise BadAddress("PostgreSQL needs psycopg", 'pip install "kvhub[postgres]"') from None
     path = Path(str(url.database)).expanduser().absolute()
@@ -175,15 +176,17 @@ def translated(url: URL) -> Iterator[None]:
         detail = str(error.orig).strip()
         if "disk i/o error" in detail.lower() and not has_room(Path(where(url)).parent):
             detail = "disk is full"  # SQLite's word where it cannot make its log's index
-        raise _explain(detail, where(url), url.get_backend_name()) from error
+        if url.get_backend_name() == "postgresql":
+            raise _explain_server(detail, where(url), connecting=error.statement is None) from error
+        raise _explain(detail, where(url)) from error
     except SQLAlchemyError as error:
         raise RegistryError(f"the registry at {where(url)} failed: {type(error).__name__}") from error
 
 
-def _explain(detail: str, place: str, dialect: str) -> RegistryError:
+def _explain(detail: str, place: str) -> RegistryError:
     line = detail.splitlines()[0] if detail else "no detail"
     low = detail.lower()
-    rebuild = "move the file away; kvhub pull and kvhub fit register mappers again"
+    rebuild = "move the file away; kvhub register puts the mappers that are here back"
     if "not a database" in low or "malformed" in low or "disk i/o error" in low:
         return Damaged(f"the registry at {place} is damaged: {line}", rebuild)
     if "database is locked" in low:
@@ -194,8 +197,37 @@ def _explain(detail: str, place: str, dialect: str) -> RegistryError:
         return Denied(
             f"the registry at {place} cannot be opened: {line}", "check its owner, or set KVHUB_HOME"
         )
-    if "authentication failed" in low or ("role" in low and "does not exist" in low):
-        return Denied(f"{place} refuses the login", "check the user and password of KVHUB_DATABASE_URL")
-    if dialect == "postgresql" and ("connection" in low or "could not translate" in low or "timeout" in low):
-        return Unavailable(f"{place} does not answer", "check KVHUB_DATABASE_URL and that the server runs")
     return RegistryError(f"the registry at {place} failed: {line}")
+
+
+_LOGIN = ("authentication failed", "no pg_hba.conf entry", "no password supplied", "not permitted to log in")
+
+
+def _explain_server(detail: str, place: str, *, connecting: bool) -> RegistryError:
+    """connecting: the error is of no statement, so there is no connection. Options may hold a password."""
+    low = detail.lower()
+    hint = "check KVHUB_DATABASE_URL and that the server runs"
+    absent = "does not exist" in low
+    if any(text in low for text in _LOGIN) or (connecting and absent and 'role "' in low):
+        return Denied(f"{place} refuses the login", "check the user and password of KVHUB_DATABASE_URL")
+    if connecting and absent and 'database "' in low:
+        return BadAddress(f"there is no database {place}", "createdb makes one, or check KVHUB_DATABASE_URL")
+    if "permission denied" in low:
+        return Denied(
+            f"{place} forbids this: {_reason(detail)}", "check the rights of the user in KVHUB_DATABASE_URL"
+        )
+    if "could not extend file" in low or "no space left" in low or "disk is full" in low:
+        return Full(f"the disk of the registry at {place} is full", "make room, then try again")
+    if connecting and ("invalid " in low or "unsupported" in low):
+        return BadAddress("the options in the database URL are none of PostgreSQL's", hint)
+    if "fatal:" in low or ("ssl" in low and connecting):  # the server did answer
+        return Unavailable(f"{place} ends the connection: {_reason(detail)}", hint)
+    if connecting or "connection" in low or "timeout" in low:
+        return Unavailable(f"{place} does not answer", hint)
+    return RegistryError(f"the registry at {place} failed: {_reason(detail)}")
+
+
+def _reason(detail: str) -> str:
+    """What went wrong, without the driver's words around it."""
+    line = detail.splitlines()[0] if detail else "no detail"
+    return line.rpartition("FATAL:")[2].rpartition(" failed: ")[2].strip()

@@ -10,6 +10,7 @@ import pytest
 
 from kvhub_registry import BadAddress, Registry, RegistryError, Unavailable
 from kvhub_registry.connect import journal_mode, make_engine, parse, where
+from kvhub_registry.errors import Denied
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw 0 0
@@ -75,6 +76,42 @@ def test_a_silent_server_is_named_without_the_password() -> None:
             Registry.open(url)
         assert "s3cret" not in f"{caught.value.message} {caught.value.hint}"
         assert "s3cret" not in where(parse(url))
+
+
+def opened(url: str) -> RegistryError:
+    """How a server that cannot be used is refused."""
+    with pytest.raises(RegistryError) as caught:
+        Registry.open(url)
+    said = f"{caught.value.message} {caught.value.hint}"
+    assert "s3cret" not in said and "KVHUB_DATABASE_URL" in caught.value.hint
+    return caught.value
+
+
+def test_a_host_that_has_no_address() -> None:
+    error = opened("postgresql://me:s3cret@no-such-host.invalid/db")
+    assert isinstance(error, Unavailable) and "no-such-host.invalid/db does not answer" in error.message
+
+
+def test_a_server_that_takes_the_connection_and_says_nothing() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        error = opened(f"postgresql://me:s3cret@127.0.0.1:{silent.getsockname()[1]}/db?connect_timeout=2")
+    assert isinstance(error, Unavailable)
+
+
+def test_options_that_postgresql_has_not() -> None:
+    for option in ("sslmode=s3cret", "s3cret=1"):
+        assert isinstance(opened(f"postgresql://me@127.0.0.1/db?{option}"), BadAddress)
+
+
+def test_what_a_server_that_answers_refuses(postgres_url: str) -> None:
+    absent = opened(postgres_url.rpartition("/")[0] + "/nope")
+    assert isinstance(absent, BadAddress) and "there is no database" in absent.message
+    unknown = opened(postgres_url.replace("//kvhub@", "//nobody:s3cret@"))
+    assert isinstance(unknown, Denied) and "refuses the login" in unknown.message
+    insecure = opened(postgres_url + "?sslmode=require")
+    assert isinstance(insecure, Unavailable) and "SSL" in insecure.message
 
 
 def test_errors_are_one_family() -> None:
