@@ -2,50 +2,118 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from typing import NamedTuple
 
 from kvhub_kernels.apply import Applier
 
 
+class _Held(NamedTuple):
+    applier: Applier
+    size: int
+    build: Callable[[], Applier]
+
+
+class _Building(NamedTuple):
+    done: Future[Applier]
+    size: int
+
+
 class Resident:
-    """Safe to share between threads. One that is in use when it is evicted lives until its caller is done."""
+    """Safe to share between threads. One that is in use when it is evicted lives until its caller is done.
+
+    Each is built once, by the first thread that asks; others that ask for it wait, and nobody else does.
+    """
 
     def __init__(self, budget: int) -> None:
         """budget: bytes of weights."""
         self.budget = budget
-        self._held: OrderedDict[Hashable, tuple[Applier, int]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._held: OrderedDict[Hashable, _Held] = OrderedDict()
+        self._building: dict[Hashable, _Building] = {}
+        self._alive: weakref.WeakValueDictionary[Hashable, Applier] = weakref.WeakValueDictionary()
+        self._changed = threading.Condition()
 
     @property
     def nbytes(self) -> int:
         """Bytes of everything that is held."""
-        return sum(size for _, size in self._held.values())
+        return sum(held.size for held in list(self._held.values()))
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._held
 
-    def get(self, key: Hashable, size: int, build: Callable[[], Applier]) -> Applier:
-        """The applier `key`, built if it is not held; room for `size` bytes is made before it is.
+    def find(self, key: Hashable) -> Applier | None:
+        """The applier `key` if it is held. While the caller keeps it, `get` of it builds nothing."""
+        with self._changed:
+            held = self._held.get(key)
+            return None if held is None else held.applier
 
-        Errors: `ValueError` if it alone is over the budget; whatever `build` raises, and then nothing
-        is held under `key`.
+    def get(self, key: Hashable, size: int, build: Callable[[], Applier]) -> Applier:
+        """The applier `key`, built on this thread if it is not held; room for `size` bytes is made before.
+
+        Where that leaves no room beside what is being built meanwhile, it waits for those. Errors:
+        `ValueError` if it alone is over the budget, and nothing is evicted; whatever `build` raises, to all
+        that wait for it: then nothing is held under `key`, and what had to make room for it is made again.
         """
-        with self._lock:
-            found = self._held.get(key)
-            if found is not None:
-                self._held.move_to_end(key)
-                return found[0]
-            if size > self.budget:
-                raise ValueError(f"a mapper of {size} bytes does not fit into {self.budget}")
-            while self._held and self.nbytes + size > self.budget:
-                self._held.popitem(last=False)
+        with self._changed:
+            while True:
+                held = self._held.get(key)
+                if held is not None:
+                    self._held.move_to_end(key)
+                    return held.applier
+                other = self._building.get(key)
+                if other is not None:
+                    break
+                if size > self.budget:
+                    raise ValueError(f"a mapper of {size} bytes does not fit into {self.budget}")
+                reserved = sum(building.size for building in self._building.values())
+                if reserved + size > self.budget:
+                    self._changed.wait()
+                    continue
+                gone = self._evict(size + reserved)
+                alive = self._alive.get(key)
+                if alive is not None:  # evicted while in use, and wanted again
+                    self._held[key] = _Held(alive, size, build)
+                    return alive
+                mine = self._building[key] = _Building(Future(), size)
+                break
+        if other is not None:
+            return other.done.result()
+        try:
             applier = build()
-            self._held[key] = applier, size
-            return applier
+        except BaseException as error:
+            self._settle(key, None)
+            mine.done.set_exception(error)
+            for old, (old_size, old_build) in gone.items():
+                with contextlib.suppress(Exception):  # the caller is told of the first error
+                    self.get(old, old_size, old_build)
+            raise
+        self._settle(key, _Held(applier, size, build))
+        mine.done.set_result(applier)
+        return applier
 
     def drop(self, key: Hashable) -> None:
         """Let go of one, if it is held."""
-        with self._lock:
+        with self._changed:
             self._held.pop(key, None)
+
+    def _evict(self, wanted: int) -> dict[Hashable, tuple[int, Callable[[], Applier]]]:
+        """Let go until `wanted` bytes fit; what went, without its weights."""
+        gone = {}
+        while self._held and self.nbytes + wanted > self.budget:
+            key, held = self._held.popitem(last=False)
+            gone[key] = held.size, held.build
+        return gone
+
+    def _settle(self, key: Hashable, held: _Held | None) -> None:
+        """The build of `key` has ended; `held` is what came of it."""
+        with self._changed:
+            del self._building[key]
+            if held is not None:
+                self._held[key] = held
+                self._alive[key] = held.applier
+            self._changed.notify_all()

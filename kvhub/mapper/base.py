@@ -142,6 +142,13 @@ class Mapper(ABC):
         """
         return
 
+    def hold(self, device: torch.device | str, dtype: torch.dtype) -> object | None:
+        """What `prepare` made, None if it has been dropped for other mappers since (`keep_in`).
+
+        While the caller keeps it, `map_rows` and `map_blocks` into such caches build nothing.
+        """
+        return self
+
     def keep_in(self, resident: Resident) -> None:
         """What `prepare` makes is kept in `resident` from now on, and may be dropped for other mappers."""
         return

@@ -127,6 +127,13 @@ class RidgeMapper(Mapper):
         turn = rotary_table(self.manifest.target.rope, torch.zeros(1, dtype=torch.int64))
         self.applier(device, self._products(device, dtype), turn)
 
+    def hold(self, device: torch.device | str, dtype: torch.dtype) -> object | None:
+        """See `Mapper.hold`."""
+        if self._resident is None:
+            return self
+        device = torch.device(device)
+        return self._resident.find((self._token, device, self._products(device, dtype)))
+
     def keep_in(self, resident: Resident) -> None:
         """See `Mapper.keep_in`."""
         with self._making:

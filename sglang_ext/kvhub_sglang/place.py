@@ -109,7 +109,8 @@ def place(serving: Serving, pool: Pool, runs: list[_Run], slots: Tensor, base: i
     """Write into `slots` (slot i holds token base + i), every layer: `copy`, then the rows of `runs`.
 
     copy: slots of the exact rows to copy, for the first tokens.
-    `Refusal(NOT_FINITE)` if a mapped row is not finite; the slots are then worthless.
+    `Refusal(NOT_FINITE)` if a mapped row is not finite, `Refusal(CAPACITY)` if a mapper went for another
+    since the request prepared it: it is not built here. The slots are then worthless.
     """
     with forward_order(serving):
         if len(copy):
@@ -143,6 +144,9 @@ def replace_by_exact(serving: Serving, pool: Pool, rows: RowLineages, held: Tens
 
 
 def _map(run: _Run, candidate: Candidate, pool: Pool, target: Tensor) -> None:
+    ready = candidate.mapper.hold(pool.device, pool.keys[0].dtype)
+    if ready is None:  # building it would keep every running request waiting
+        raise Refusal(Code.CAPACITY, "the mapper went for another before its rows were mapped: --mapper-gib")
     positions = torch.arange(run.start, run.stop, device=pool.device)
     written = Rows(pool.keys, pool.values, len(positions), target)
     if not bool(candidate.mapper.map_blocks(run.pieces, positions, written)):

@@ -23,7 +23,7 @@ class Code(StrEnum):
     TURNS = "turns"  # a later turn than its mappers are used for, or none was told
     EXACT_PREFIX = "exact_prefix"  # the first tokens, which the mapper leaves out, are not held
     HICACHE = "hicache"  # SGLang's own host cache already serves this request
-    CAPACITY = "capacity"  # no free slots, or no memory to stage blocks
+    CAPACITY = "capacity"  # no free slots, no memory to stage blocks, or too little for its mappers
     EXCHANGE = "exchange"  # the exchange failed or a block vanished
     CORRUPT = "corrupt"  # a block failed its checks
     NOT_FINITE = "not_finite"  # mapped rows are not finite

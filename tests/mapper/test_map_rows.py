@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from support.mappers import make_identity, make_manifest, random_tensors
@@ -96,11 +98,13 @@ def test_mappers_share_a_budget():
         mapper.keep_in(resident)
         assert not mapper._appliers  # what was kept without a bound is let go
     one.prepare("cpu", torch.float32)
-    first = one.applier(target.device, torch.float32, rows.strip)
+    first = weakref.ref(one.applier(target.device, torch.float32, rows.strip))
+    assert one.hold("cpu", torch.float32) is first()
     assert resident.nbytes == size
     assert bool(other.map_rows(rows, target))  # the same artifact in another object is another mapper
     assert resident.nbytes == size
-    assert one.applier(target.device, torch.float32, rows.strip) is not first
+    assert first() is None and one.hold("cpu", torch.float32) is None
+    assert one.applier(target.device, torch.float32, rows.strip) is one.hold("cpu", torch.float32)
     one.keep_in(Resident(budget=size - 1))
     with pytest.raises(ValueError, match="does not fit"):
         one.prepare("cpu", torch.float32)
