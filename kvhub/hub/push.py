@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from kvhub.hub.cards import cards
 from kvhub.hub.download import Progress
 from kvhub.hub.figures import figures
 from kvhub.hub.index import AUTOMATIC, Entry, automatic
-from kvhub.hub.reference import Reference, parse
+from kvhub.hub.reference import Reference, is_revision, parse
 from kvhub.hub.remote import check_listing, mapper_folders
 from kvhub.hub.upload import upload
 from kvhub.settings import Settings
@@ -83,6 +84,12 @@ def push(
     wanted = parse(reference, subfolder=subfolder)
     if wanted.revision is not None:
         raise BadInput(f"{reference!r} names a revision", "push goes to main; name the version with --tag")
+    if tag is not None and not is_revision(tag):
+        raise BadInput(
+            f"{tag[:200]!r} cannot be a tag", "letters, digits, '.', '_', '-' and '/', as in v1; at most 255"
+        )
+    if create_pr and tag:
+        raise BadInput("a proposal has no tag", "tag the version once it is merged")
     manifest = verify_artifact(directory, deep=True)
     evidence = read_evidence(directory, manifest)
     if evidence is None and not allow_unevaluated:
@@ -97,12 +104,10 @@ def push(
             "--allow-unevaluated publishes it as it is, and the card says so",
             code="gate",
         )
-    if create_pr and tag:
-        raise BadInput("a proposal has no tag", "tag the version once it is merged")
     hub = client.api()
     repo_id = wanted.repo_id
     if not create_pr:
-        client.ask(repo_id, lambda: hub.create_repo(repo_id, private=private or None, exist_ok=True))
+        client.ask(repo_id, lambda: _create(hub, repo_id, private))
     head = _info(hub, repo_id)
     check_listing(head, repo_id)
     wanted = replace(wanted, subfolder=_subfolder(hub, wanted, head, manifest))
@@ -112,26 +117,37 @@ def push(
     if wanted.path(MANIFEST) not in present and present & planned:
         raise BadInput(f"{wanted.place} holds something that is no mapper", "push to another repository")
     taken = _tag(hub, repo_id, tag) if tag else None
-    if taken is not None and not (taken == head.sha and _holds(head, wanted, manifest)):  # before writing
-        raise BadInput(f"{repo_id} has a tag {tag!r} already", "tags do not move: choose another")
     sent = {wanted.path(name): content for name, content in files.items()}
     sent |= cards(hub, head, wanted, Entry(wanted.subfolder, manifest, evidence), files, licence)
     title = (
         message or f"kvhub mapper {manifest.digest[:12]}: {manifest.source.name} -> {manifest.target.name}"
     )
     stale = _stale(present, sent, wanted)
+    unlike = [
+        *stale,
+        *_unlike(head, sent, {wanted.path(entry.name): entry.sha256 for entry in manifest.files}),
+    ]
+    if taken is not None and (unlike or taken != head.sha):  # before anything is sent
+        differs = f", and {unlike[0]} would differ from it" if taken == head.sha else ""
+        raise BadInput(
+            f"{repo_id} has a tag {tag!r} already, at commit {taken[:8]}{differs}",
+            "tags do not move: choose another, or leave --tag out",
+        )
 
     def send() -> tuple[str, str | None]:
         return _commit(hub, repo_id, sent, stale, title, head.sha, create_pr=create_pr, progress=progress)
 
-    try:
-        commit, proposal = send()
-    except client.NoXet:
-        with client.without_xet():
+    if not unlike and not create_pr:
+        commit, proposal = str(head.sha), None  # all of it is there
+    else:
+        try:
             commit, proposal = send()
+        except client.NoXet:
+            with client.without_xet():
+                commit, proposal = send()
     _compare(_info(hub, repo_id, commit), wanted, manifest)
     if tag and taken != commit:
-        client.ask(repo_id, lambda: hub.create_tag(repo_id, tag=tag, revision=commit))
+        _name(hub, repo_id, tag, commit)
     with suppress(NotFound):  # a directory that was never registered here
         record_location(
             manifest.digest, HubLocation(repo_id=wanted.place, commit=commit, pushed=True), settings
@@ -165,13 +181,55 @@ def _subfolder(hub: HfApi, wanted: Reference, head: ModelInfo, manifest: Manifes
     return wanted.subfolder
 
 
-def _holds(head: ModelInfo, wanted: Reference, manifest: Manifest) -> bool:
-    """Whether this very mapper is what the repository holds there now."""
+def _create(hub: HfApi, repo_id: str, private: bool) -> None:
+    """A repository where there is none. The client's own `exist_ok` cannot read addresses of a Hub of one's
+    own where the repository is somebody else's."""
+    from huggingface_hub.errors import HfHubHTTPError
+
     try:
-        _compare(head, wanted, manifest)
+        hub.create_repo(repo_id, private=private or None)
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        # 403: who may not create one may still write to it; the first file says.
+        if status != 409 and not (status == 403 and hub.repo_exists(repo_id)):
+            raise
+
+
+def _unlike(head: ModelInfo, files: Mapping[str, Path | bytes], known: Mapping[str, str]) -> list[str]:
+    """Files of a push that the repository does not hold as they are. known: sha256 that were verified."""
+    held = {sibling.rfilename: sibling for sibling in head.siblings or []}
+
+    def same(name: str, content: Path | bytes) -> bool:
+        sibling = held.get(name)
+        if sibling is None or sibling.size not in (None, _length(content)):
+            return False
+        if sibling.lfs and name in known:
+            return bool(sibling.lfs.sha256 == known[name])
+        data = content if isinstance(content, bytes) else content.read_bytes()
+        if sibling.lfs:
+            return bool(sibling.lfs.sha256 == hashlib.sha256(data).hexdigest())
+        return bool(sibling.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest())
+
+    return [name for name, content in files.items() if not same(name, content)]
+
+
+def _length(content: Path | bytes) -> int:
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
+def _name(hub: HfApi, repo_id: str, tag: str, commit: str) -> None:
+    """Give a commit its tag; somebody else may have taken it since it was looked for."""
+    try:
+        client.ask(repo_id, lambda: hub.create_tag(repo_id, tag=tag, revision=commit))
     except KvhubError:
-        return False
-    return True
+        taken = _tag(hub, repo_id, tag)
+        if taken is None:
+            raise
+        if taken != commit:
+            raise BadInput(
+                f"pushed as {repo_id}@{commit[:8]}, but {tag!r} has been taken meanwhile, at {taken[:8]}",
+                "the same command with another --tag names it",
+            ) from None
 
 
 def _info(hub: HfApi, repo_id: str, revision: str | None = None) -> ModelInfo:

@@ -56,9 +56,15 @@ def parse(reference: str, *, revision: str | None = None, subfolder: str = "") -
             f"{reference[:200]!r} is not a Hub repository", "write org/name, or org/name/folder@revision"
         )
     wanted = named if separator else revision
-    if wanted is not None and not _REVISION.fullmatch(wanted):
+    if wanted is not None and not is_revision(wanted):
         raise BadInput(f"{wanted[:200]!r} is not a revision", "a branch, a tag or a commit")
     return Reference(repo_id, folder(inner or subfolder), wanted)
+
+
+def is_revision(text: str) -> bool:
+    """Whether a text can name a version: of what pull takes after `@`, and push as a tag."""
+    odd = ".." in text or "//" in text or text.endswith(("/", ".", ".lock"))
+    return _REVISION.fullmatch(text) is not None and not odd
 
 
 def folder(text: str) -> str:

@@ -109,6 +109,29 @@ def test_ctrl_c_in_a_pull_leaves_nothing(shell, hub: LoopbackHub, tmp_path: Path
     assert leftovers(shell.settings.home) == []
 
 
+def test_ctrl_c_in_a_push_does_not_wait_for_the_upload(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    publishable(tmp_path / "made")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stall(request: Request) -> Response | None:
+        if request.method == "PUT" and "/_blobs/" in request.url.path:
+            begun.set()
+            go_on.wait(60)
+        return None
+
+    hub.faults.append(stall)
+    process = shell.start("push", tmp_path / "made", REPO)
+    try:
+        assert begun.wait(60)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)  # while the upload still hangs
+        assert not go_on.is_set()
+    finally:
+        process.kill()
+        go_on.set()
+    assert process.returncode == 130 and "Traceback" not in err, err
+
+
 def test_two_pulls_at_once(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     manifest = publishable(tmp_path / "made")
     shell.run("push", tmp_path / "made", REPO)

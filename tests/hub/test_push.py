@@ -15,6 +15,7 @@ from support.published import make_artifact, publishable
 from kvhub.catalog import find, register
 from kvhub.errors import AccessDenied, BadInput, Corrupt, Incompatible, KvhubError
 from kvhub.hub.push import push
+from kvhub.hub.reference import parse
 from kvhub.settings import Settings
 
 REPO = "tester/mapper"
@@ -181,6 +182,60 @@ def test_a_taken_tag_is_refused_before_anything_is_written(
         push(tmp_path / "2", REPO, tag="v1")
     repo = hub.store.repos[REPO]
     assert repo.tags == {"v1": first.commit} and len(repo.commits) == before
+
+
+@pytest.mark.parametrize(
+    "tag",
+    ["bad tag", "../x", "-", "", "v\N{LATIN SMALL LETTER E WITH ACUTE}", "x" * 300, "a..b", "v1/", "v1.lock"],
+)
+def test_a_tag_that_pull_could_not_read_is_refused_before_anything_is_sent(
+    hub: LoopbackHub, home: Settings, tmp_path: Path, tag: str
+) -> None:
+    publishable(tmp_path / "made")
+    with pytest.raises(BadInput, match="cannot be a tag"):
+        push(tmp_path / "made", REPO, tag=tag)
+    assert hub.log == []
+    with pytest.raises(BadInput, match="not a revision"):
+        parse(f"{REPO}@{tag}")
+
+
+def test_a_taken_tag_is_refused_where_the_card_alone_would_differ(
+    hub: LoopbackHub, home: Settings, tmp_path: Path
+) -> None:
+    publishable(tmp_path / "made")
+    first = push(tmp_path / "made", REPO, tag="v1", licence="apache-2.0")
+    with pytest.raises(
+        BadInput, match=rf"tag 'v1' already, at commit {first.commit[:8]}, and README\.md would"
+    ):
+        push(tmp_path / "made", REPO, tag="v1")
+    repo = hub.store.repos[REPO]
+    assert repo.head.sha == first.commit and "license: apache-2.0" in card_of(hub)
+    assert push(tmp_path / "made", REPO, tag="v2", licence="apache-2.0").commit == first.commit
+    assert repo.tags == {"v1": first.commit, "v2": first.commit}
+
+
+def test_a_tag_that_somebody_sets_meanwhile(hub: LoopbackHub, home: Settings, tmp_path: Path) -> None:
+    publishable(tmp_path / "made")
+
+    def meanwhile(request: Request) -> Response | None:
+        if "/tag/" in request.url.path:
+            repo = hub.store.repos[REPO]
+            repo.tags.setdefault("v1", next(iter(repo.commits)))
+        return None
+
+    hub.faults.append(meanwhile)
+    with pytest.raises(BadInput, match="taken meanwhile"):
+        push(tmp_path / "made", REPO, tag="v1")
+
+
+def test_a_repository_of_somebody_else_on_a_hub_of_ones_own(
+    hub: LoopbackHub, home: Settings, tmp_path: Path
+) -> None:
+    hub.store.repos["somebody/mapper"] = repo = Repo("somebody/mapper")
+    repo.add({}, "theirs")
+    publishable(tmp_path / "made")
+    with pytest.raises(AccessDenied, match="forbids"):
+        push(tmp_path / "made", "somebody/mapper")
 
 
 def test_a_hub_without_xet_storage_is_pushed_to_all_the_same(
