@@ -29,8 +29,9 @@ class Applier(Protocol):
     ) -> Tensor:
         """Write the target's rows of `layers` (None: all) into `target`, keys rotated.
 
-        strip, rotate: the source's and the target's rotation at the rows' positions.
-        Returns a 0-dimensional tensor on the device, true if every value written is finite; it is
+        strip, rotate: the source's and the target's rotation at the rows' positions, a row for each
+        token: one row is not spread over all of them. Errors: `ValueError` (`check_call`), and nothing is
+        written. Returns a 0-dimensional tensor on the device, true if every value written is finite; it is
         valid until the next call, and reading it is the only thing that waits for the device.
         """
         ...

@@ -16,8 +16,8 @@ from kvhub_kernels.joined import Joined
 from kvhub_kernels.normalise import normalise_
 from kvhub_kernels.product import Product
 from kvhub_kernels.rotary import RotaryTable
-from kvhub_kernels.rotate import Turns, rotate_into, turns
-from kvhub_kernels.rows import Rows
+from kvhub_kernels.rotate import Turns, rotate_into, turns, turns_back
+from kvhub_kernels.rows import Rows, check_call
 from kvhub_kernels.weights import Weights
 from kvhub_kernels.workspace import Workspace
 
@@ -63,12 +63,14 @@ class CpuApplier:
         have a row for each token. Layer t is written to `target.keys[t]` and `target.values[t]`.
         Returns whether every mapped value is finite, a 0-dimensional bool.
         """
+        check_call(self.plan, source, target, strip, rotate, layers)
         wanted = range(self.plan.layers) if layers is None else layers
         used = sorted({layer for t in wanted for layer in self.plan.source_layers[t]})
         read, written = source.token_slots(), target.token_slots()
-        undo, turn = turns(strip, back=True), turns(rotate)
+        turn = turns(rotate)
         poison = torch.zeros(())
         with self._lock:
+            undo = turns_back(strip, self.workspace)
             step = self._chunk or self._tokens_at_a_time(len(used))
             for start in range(0, source.tokens, step):
                 span = slice(start, min(start + step, source.tokens))
@@ -135,8 +137,7 @@ class CpuApplier:
         return rotate_into(out, precise, turn)
 
     def _write(self, layer: Tensor, slots: Tensor | None, rows: Tensor, span: slice) -> Tensor:
-        """Scatter `rows` `[tokens, heads, dim]`; returns their sum, which is finite if all of them are."""
-        total = rows.sum()
+        """Scatter `rows` `[tokens, heads, dim]`; returns the sum of what was stored."""
         if slots is None:
             layer[span].copy_(rows)
             stored = layer[span]
@@ -145,8 +146,9 @@ class CpuApplier:
             if layer.dtype != rows.dtype or not rows.is_contiguous():
                 stored = self.workspace.take("stored", rows.shape, layer.dtype).copy_(rows)
             _words(layer).index_copy_(0, slots[span], _words(stored))
-        # float16 has a narrower range than the sum: what overflowed shows only once stored.
-        return stored.sum(dtype=torch.float32) if layer.dtype == torch.float16 else total
+        # What was too large for the pool shows only once stored: float16 is narrow, bfloat16 rounds what is
+        # near its end up to infinity. A sum is rounded to float16 too, so that one is made in float32.
+        return stored.sum(dtype=torch.float32 if layer.dtype == torch.float16 else None)
 
 
 def _words(rows: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvhub_kernels.fused import affine_kernel, gather_kernel
 from kvhub_kernels.packed import Packed, tables
 from kvhub_kernels.rotary import RotaryTable
-from kvhub_kernels.rows import Rows
+from kvhub_kernels.rows import Rows, check_call
 from kvhub_kernels.tiles import Tile, choose, lanes_of
 from kvhub_kernels.weights import Weights
 from kvhub_kernels.workspace import Workspace
@@ -83,8 +83,9 @@ class TritonApplier:
         tile: Tile | None = None,
     ) -> Tensor:
         """See `CpuApplier.apply`; the result is a 0-dimensional int32 on the device (1: all finite),
-        valid until the next call.
+        valid until the next call. Keys and values of a cache must have one stride (`Rows.slot_stride`).
         """
+        check_call(self.plan, source, target, strip, rotate, layers)
         if rotate.pairing != self._pairing or rotate.rotary_dim != 2 * self._half:
             raise ValueError("the weights were packed for another rotation")
         self._note_stream()
@@ -133,7 +134,7 @@ class TritonApplier:
             tokens,
             len(plan.used),
             capacity,
-            source.keys[0].stride(0),
+            source.slot_stride,
             factor,
             ROWS=_TYPES[source.dtype],
             HEADS=plan.source_heads,
@@ -202,7 +203,7 @@ class TritonApplier:
             count,
             x.shape[1],
             x.shape[2],
-            target.keys[0].stride(0),
+            target.slot_stride,
             POOL=_TYPES[target.dtype],
             GROUPS=plan.groups,
             K=plan.k,

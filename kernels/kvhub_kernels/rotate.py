@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvhub_kernels.rotary import RotaryTable
+from kvhub_kernels.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,18 @@ class Turns:
         return Turns(self.cos[span], self.sin[span], self.interleaved)
 
 
-def turns(table: RotaryTable, *, back: bool = False) -> Turns:
-    """The rotation of `table`; `back`: its exact inverse, as in `strip_rope`."""
-    cos, sin = table.cos[:, None, :], table.sin[:, None, :]
-    if back:
-        factor = 1.0 / (table.scale * table.scale)
-        cos, sin = cos * factor, sin * -factor
-    return Turns(cos, sin, table.pairing == "interleaved")
+def turns(table: RotaryTable) -> Turns:
+    """The rotation of `table`."""
+    return Turns(table.cos[:, None, :], table.sin[:, None, :], table.pairing == "interleaved")
+
+
+def turns_back(table: RotaryTable, workspace: Workspace) -> Turns:
+    """The exact inverse of the rotation of `table`, as in `strip_rope`, in buffers of `workspace`."""
+    factor = 1.0 / (table.scale * table.scale)
+    cos, sin = (workspace.take(name, table.cos.shape, torch.float32) for name in ("back_cos", "back_sin"))
+    torch.mul(table.cos, factor, out=cos)
+    torch.mul(table.sin, -factor, out=sin)
+    return Turns(cos[:, None, :], sin[:, None, :], table.pairing == "interleaved")
 
 
 def rotate_into(out: Tensor, rows: Tensor, by: Turns) -> Tensor:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from kvhub_kernels.plan import Plan
+from kvhub_kernels.rotary import RotaryTable
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of rows that are read or written."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +23,8 @@ class Rows:
     keys, values: per layer `[slots, heads, dim]` (NHD), the last two dimensions contiguous.
     slots: `[>= tokens / page_size]` int64, the pages that the tokens lie in, page p covering slots
     `p * page_size ...`; with page_size 1, the slots. None: token i lies in slot i. Rows to be read may
-    repeat a page; rows to be written must not.
+    repeat a page; rows to be written must not: which of two tokens stays there is not said. What pages
+    hold is not checked, since that would wait for the device: one outside the pool is memory of others.
     """
 
     keys: Sequence[Tensor]
@@ -58,6 +66,14 @@ class Rows:
     def device(self) -> torch.device:
         return self.keys[0].device
 
+    @cached_property
+    def slot_stride(self) -> int:
+        """Elements from slot to slot. Errors: `ValueError` where layers, or keys and values, differ in it."""
+        strides = {layer.stride(0) for layer in (*self.keys, *self.values)}
+        if len(strides) > 1:
+            raise ValueError("all layers of a cache, keys and values, must have one stride from slot to slot")
+        return strides.pop()
+
     def token_slots(self) -> Tensor | None:
         """`[tokens]` int64: the slot of every token, pages spelled out; None: in order."""
         if self.slots is None or self.page_size == 1:
@@ -65,3 +81,39 @@ class Rows:
         inside = torch.arange(self.page_size, device=self.slots.device)
         pages = self.slots[: -(-self.tokens // self.page_size), None]
         return (pages * self.page_size + inside).flatten()[: self.tokens]
+
+
+def check_call(
+    plan: Plan,
+    source: Rows,
+    target: Rows,
+    strip: RotaryTable,
+    rotate: RotaryTable,
+    layers: Sequence[int] | None = None,
+) -> None:
+    """That a mapper of `plan` can be applied so: what `Applier.apply` asks of its arguments, on any device.
+
+    Compares numbers only. Errors: `ValueError`; nothing has been written then.
+    """
+    wanted = range(plan.layers) if layers is None else layers
+    if not all(0 <= layer < min(plan.layers, len(target.keys)) for layer in wanted):
+        raise ValueError(f"target layers {list(wanted)} of a cache of {len(target.keys)}")
+    if plan.used[-1] >= len(source.keys):
+        raise ValueError(f"source layer {plan.used[-1]} of a cache of {len(source.keys)}")
+    for rows, heads, dim in (
+        (source, plan.source_heads, plan.source_dim),
+        (target, plan.target_heads, plan.target_dim),
+    ):
+        if rows.heads != heads or rows.dim != dim:
+            raise ValueError(f"rows of {rows.heads} heads of {rows.dim}, the mapper has {heads} of {dim}")
+        if rows.dtype not in DTYPES:
+            raise ValueError(f"rows in {rows.dtype}; float32, bfloat16 and float16 are known")
+    if target.tokens < source.tokens:
+        raise ValueError(f"{source.tokens} tokens do not go into {target.tokens}")
+    if source.device != target.device:
+        raise ValueError(f"the source's rows are on {source.device}, the target's on {target.device}")
+    for table, dim in ((strip, plan.source_dim), (rotate, plan.target_dim)):
+        if table.cos.shape[0] < source.tokens or table.sin.shape != table.cos.shape:
+            raise ValueError(f"a rotation at {table.cos.shape[0]} positions for {source.tokens} tokens")
+        if table.rotary_dim > dim:
+            raise ValueError(f"{table.rotary_dim} dimensions to turn in heads of {dim}")

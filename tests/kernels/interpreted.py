@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.applying import Case, again, check, make_problem
+from support.applying import Case, again, check, make_problem, wrong_calls
 
 half, bf16 = torch.float16, torch.bfloat16
 CASES = {
@@ -138,3 +138,22 @@ def test_slots_beyond_two_to_the_31_elements():
         mapper._addresses(rows).sub_(far * 32 * 4)
     mapper.apply(source, target, problem.strip, problem.rotate)
     check(problem, rounded=None)
+
+
+@pytest.mark.parametrize("call", list(wrong_calls()), ids=lambda call: call[0])
+def test_what_cannot_be_applied_is_refused_before_anything_is_written(call):
+    _, arguments, options = call
+    mapper = applier(make_problem(Case(tokens=9, k=2)), torch.float32)
+    with pytest.raises(ValueError):
+        mapper.apply(*arguments, **options)
+    assert all(layer.isnan().all() for layer in (*arguments[1].keys, *arguments[1].values))
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_values_of_another_stride(side):
+    problem = make_problem(Case(tokens=9, k=2))
+    rows = getattr(problem, side)
+    spread = [layer.repeat(1, 2, 1)[:, :2] for layer in rows.values]
+    setattr(problem, side, replace(rows, values=spread))
+    with pytest.raises(ValueError, match="stride"):
+        applier(problem, torch.float32).apply(problem.source, problem.target, problem.strip, problem.rotate)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
-from support.applying import Case, again, check, make_problem
+from support.applying import Case, again, check, make_problem, wrong_calls
 
 from kvhub_kernels.cpu import CpuApplier
 
@@ -86,6 +87,21 @@ def test_overflow_of_a_narrow_pool_is_told():
     assert not applier.apply(problem.source, problem.target, problem.strip, problem.rotate)
 
 
+@pytest.mark.parametrize("scattered", [True, False])
+def test_what_a_pool_rounds_up_to_infinity_is_told(scattered):
+    """3.4e38 is a float32; the bfloat16 nearest to it is infinity."""
+    problem = make_problem(Case(tokens=5, target=(1, 2, 64), pool=torch.bfloat16, scattered=scattered))
+    _, value = problem.weights.sides[0]
+    value.weight.zero_()
+    value.bias.fill_(0).view(-1)[7] = 3.4e38
+    applier = CpuApplier(problem.weights)
+    one = replace(problem.source, tokens=1), replace(problem.target, tokens=1)
+    assert not applier.apply(*one, problem.strip, problem.rotate)
+    assert problem.target.values[0].isinf().any()
+    value.bias.view(-1)[7] = 3.3e38
+    assert applier.apply(*one, problem.strip, problem.rotate)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_deterministic_and_shared_between_threads(dtype):
     problem = make_problem(Case(tokens=120, k=5))
@@ -112,6 +128,11 @@ def test_nothing_is_allocated_twice():
     held = applier.workspace.nbytes
     applier.apply(problem.source, problem.target, problem.strip, problem.rotate)
     assert held > 0 and applier.workspace.nbytes == held
+    # 100 rows of anything are a kilobyte or more; a scalar is a few bytes.
+    with torch.profiler.profile(profile_memory=True) as profile:
+        applier.apply(problem.source, problem.target, problem.strip, problem.rotate)
+    sizes = [e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert sizes and max(sizes) < 100
 
 
 def test_a_bias_far_larger_than_the_rows_keeps_their_digits():
@@ -126,3 +147,21 @@ def test_a_bias_far_larger_than_the_rows_keeps_their_digits():
     applier = CpuApplier(problem.weights, torch.bfloat16)
     applier.apply(problem.source, problem.target, problem.strip, problem.rotate)
     check(problem, rounded=torch.bfloat16)
+
+
+@pytest.mark.parametrize("call", list(wrong_calls()), ids=lambda call: call[0])
+def test_what_cannot_be_applied_is_refused_before_anything_is_written(call):
+    _, arguments, options = call
+    applier = CpuApplier(make_problem(Case(tokens=9, k=2)).weights)
+    with pytest.raises(ValueError):
+        applier.apply(*arguments, **options)
+    assert all(layer.isnan().all() for layer in (*arguments[1].keys, *arguments[1].values))
+
+
+def test_values_of_another_stride():
+    problem = make_problem(Case(tokens=9, k=2))
+    spread = [layer.repeat(1, 2, 1)[:, :2] for layer in problem.source.values]
+    problem.source = type(problem.source)(problem.source.keys, spread, 9, problem.source.slots)
+    assert problem.source.values[0].stride(0) != problem.source.keys[0].stride(0)
+    CpuApplier(problem.weights).apply(problem.source, problem.target, problem.strip, problem.rotate)
+    check(problem, rounded=None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,3 +160,35 @@ def again(problem: Problem) -> Problem:
         for side in (problem.target.keys, problem.target.values)
     ]
     return replace(problem, target=Rows(pools[0], pools[1], problem.target.tokens, problem.target.slots))
+
+
+def wrong_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """What no path may take, each as a name and arguments of `Applier.apply` for `Case(tokens=9, k=2)`."""
+    p = make_problem(Case(tokens=9, k=2))
+    source, target, strip, rotate = p.source, p.target, p.strip, p.rotate
+
+    def cut(table: RotaryTable, rows: slice, width: slice = slice(None)) -> RotaryTable:
+        return replace(table, cos=table.cos[rows, width], sin=table.sin[rows, width])
+
+    def of(rows: Rows, change: Any) -> Rows:
+        return replace(rows, keys=[change(x) for x in rows.keys], values=[change(x) for x in rows.values])
+
+    def smaller(layer: Tensor) -> Tensor:
+        return layer[..., :32].contiguous()
+
+    few = slice(0, p.plan.used[-1])
+    fewer = replace(source, keys=source.keys[few], values=source.values[few])
+    wide = replace(strip, cos=strip.cos.repeat(1, 2), sin=strip.sin.repeat(1, 2))
+    yield "another head size of the source", (of(source, smaller), target, strip, rotate), {}
+    yield "another head size of the target", (source, of(target, smaller), strip, rotate), {}
+    yield "fewer heads", (source, of(target, lambda x: x[:, :1].contiguous()), strip, rotate), {}
+    yield "fewer tokens", (source, replace(target, tokens=8), strip, rotate), {}
+    yield "a short table to strip", (source, target, cut(strip, slice(0, 8)), rotate), {}
+    yield "a short table to rotate", (source, target, strip, cut(rotate, slice(0, 8))), {}
+    yield "a table of one row", (source, target, cut(strip, slice(0, 1)), rotate), {}
+    yield "more turned than there is", (source, target, wide, rotate), {}
+    yield "fewer source layers", (fewer, target, strip, rotate), {}
+    yield "no such layer", (source, target, strip, rotate), {"layers": [3]}
+    yield "a layer before the first", (source, target, strip, rotate), {"layers": [-1]}
+    yield "float64 to read", (of(source, Tensor.double), target, strip, rotate), {}
+    yield "float64 to write", (source, of(target, Tensor.double), strip, rotate), {}
