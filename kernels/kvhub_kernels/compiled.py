@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -37,16 +39,34 @@ class Resources:
     """The matrix instructions found in the machine code."""
 
 
-def compile_all(capabilities: tuple[int, ...] = CAPABILITIES) -> Iterator[Resources]:
-    """Every kernel variant that is shipped, for each GPU generation."""
+class Variant(NamedTuple):
+    """One kernel that `compile_all` compiles."""
+
+    kernel: str
+    name: str
+    capability: int
+    compile: Callable[[], Resources]
+
+
+def variants(capabilities: tuple[int, ...] = CAPABILITIES) -> Iterator[Variant]:
+    """The gather and every tile of the table, with and without int8, for each GPU generation.
+
+    The products that normalise keys differ in their epilogue and are not among them.
+    """
     for capability in capabilities:
-        yield compile_gather(capability)
+        yield Variant("gather_kernel", "bfloat16", capability, partial(compile_gather, capability))
         known = 90 if capability >= 90 else 80
         for (least, support, most), tile in TABLE.items():
             for int8 in (False, True) if least == known else ():
                 long = "any" if most == ANY else f"<= {most}"
                 name = f"{support}, {'int8' if int8 else 'bfloat16'}, tokens {long}"
-                yield compile_affine(support, tile, capability, int8=int8, name=name)
+                make = partial(compile_affine, support, tile, capability, int8=int8, name=name)
+                yield Variant("affine_kernel", name, capability, make)
+
+
+def compile_all(capabilities: tuple[int, ...] = CAPABILITIES) -> Iterator[Resources]:
+    """What each of `variants` needs."""
+    return (variant.compile() for variant in variants(capabilities))
 
 
 def compile_gather(capability: int) -> Resources:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 
-from kvhub_kernels.compiled import compile_affine, compile_gather
+from kvhub_kernels.compiled import Resources, compile_affine, compile_gather, variants
 from kvhub_kernels.tiles import ANY, TABLE
 
 INSTRUCTION = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
@@ -44,3 +48,12 @@ def test_normalised(support, tmp_path, monkeypatch):
     found = compile_affine(support, tile, 90, int8=False, name=support, norm=True)
     assert found.instructions == "HGMMA" and found.spilled_in_loop == 0
     assert found.shared >= tile.shared(2) * (tile.stages - 1) // tile.stages
+
+
+def test_the_report_is_of_what_is_shipped():
+    """`python -m benchmarks.compiled` makes it; a table of tiles that has changed since shows here."""
+    file = Path(__file__).parents[2] / "benchmarks/results/apply_compiled.csv"
+    header, *rows = list(csv.reader(file.read_text().splitlines()))
+    assert header == [field.name for field in fields(Resources)]
+    named = [(kernel, name, int(capability)) for kernel, name, capability, *_ in rows]
+    assert named == [variant[:3] for variant in variants()]
