@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -120,10 +120,9 @@ def record_evidence(
     digest = manifest.digest
     if evidence.mapper != digest:
         raise Corrupt(f"the evidence is of mapper {evidence.mapper[:12]}, not of {digest[:12]}")
-    measured = [ScoreRecord(**score.model_dump()) for score in evidence.scores]
     state = State.READY if evidence.verdict.passed else State.DRAFT
     with explained(), open_registry(settings) as registry:
-        return registry.judge(digest, _merged(measured, fit_scores(manifest)), state, why)
+        return registry.judge(digest, all_scores(manifest, evidence), state, why)
 
 
 def record_location(
@@ -220,11 +219,7 @@ def demote(digest: str, why: str, settings: Settings | None = None) -> bool:
 
 
 def remove(row: MapperRow, settings: Settings | None = None) -> bool:
-    """Forget a mapper, then delete its files; False where they lie outside the store and stay.
-
-    The row goes first: a crash in between leaves files that nothing points at,
-    never a row without files.
-    """
+    """Forget a mapper and delete its files; False where they lie outside the store and stay."""
     settings = settings or Settings.load()
     directory = files_of(row, settings)
     if not inside(directory, settings.mappers):
@@ -239,25 +234,56 @@ def remove(row: MapperRow, settings: Settings | None = None) -> bool:
     return True
 
 
-def remove_locked(row: MapperRow, settings: Settings) -> None:
-    """As `remove`, of a mapper in the store, by a caller that holds the store's lock."""
-    with explained(), open_registry(settings) as registry:
-        registry.remove(row.digest)
-    delete_tree(files_of(row, settings))
+def remove_locked(
+    row: MapperRow,
+    settings: Settings,
+    *,
+    unless: Callable[[MapperRow], str] | None = None,
+    keep_row: bool = False,
+) -> str:
+    """Forget a mapper in the store and delete its files, by a caller that holds the store's lock.
 
+    unless: asked of the row as it is at the last moment; where it gives a reason everything stays, and
+    that is returned. keep_row: the files alone go.
+    The files are put aside in the transaction that forgets the row: a crash on the way leaves leftovers for
+    `kvhub gc`, never files that could pass for a mapper that somebody still wants.
+    """
+    directory = files_of(row, settings)
+    aside = directory.with_name(f".removed-{directory.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    kept, moved = "", False
 
-def delete_tree(directory: Path) -> None:
-    """Delete an artifact directory: at once gone for everybody else. Errors: `AccessDenied`."""
-    trash = directory.with_name(f".removed-{directory.name}")
+    def goes(now: MapperRow) -> bool:
+        nonlocal kept, moved
+        kept = unless(now) if unless else ""
+        if kept:
+            return False
+        with _deleting(directory):
+            if directory.is_dir() and not directory.is_symlink():
+                directory.rename(aside)  # at once gone for everybody else
+                moved = True
+        return not keep_row
+
     try:
-        if directory.exists():
-            shutil.rmtree(trash, ignore_errors=True)
-            directory.rename(trash)  # at once gone for everybody else
-        shutil.rmtree(trash, ignore_errors=True)
+        with explained(), open_registry(settings) as registry:
+            registry.settle(row.digest, goes)
+    except BaseException:
+        if moved and not directory.exists():
+            aside.rename(directory)
+        raise
+    if moved:
+        with _deleting(aside):
+            shutil.rmtree(aside)
+    return kept
+
+
+@contextmanager
+def _deleting(directory: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise AccessDenied(
-            f"the mapper is forgotten, but {directory} cannot be deleted: {error.strerror}",
-            "delete the directory by hand",
+            f"{directory} cannot be deleted: {error.strerror}", "check who owns it; kvhub gc deletes the rest"
         ) from None
 
 
@@ -319,8 +345,10 @@ def _model(identity: ModelIdentity) -> ModelRecord:
     )
 
 
-def _merged(first: Iterable[ScoreRecord], second: Iterable[ScoreRecord]) -> list[ScoreRecord]:
-    table = {(score.metric, score.arm, score.domain): score for score in [*second, *first]}
+def all_scores(manifest: Manifest, evidence: Evidence) -> list[ScoreRecord]:
+    """What the registry keeps of an evaluation: its scores, and those of the fit that it does not have."""
+    measured = [ScoreRecord(**score.model_dump()) for score in evidence.scores]
+    table = {(score.metric, score.arm, score.domain): score for score in [*fit_scores(manifest), *measured]}
     return list(table.values())
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from kvhub.artifact.layout import EVIDENCE
 from kvhub.catalog import demand_files, demote, files_of, find, local_directory
 from kvhub.cli import output
 from kvhub.cli.complete import MAPPER
@@ -36,7 +37,7 @@ def command(mapper: str, deep: bool) -> None:
         policy = isinstance(error, Incompatible) and error.code not in ("gate", "unevaluated")
         if row is not None and not policy and demote(row.digest, f"kvhub verify: {error.message}"):
             output.note(f"mapper {row.digest[:12]} is a draft now")
-        error.hint = error.hint or "kvhub rm removes it; kvhub pull fetches it again"
+        error.hint = error.hint or _way_out(row, evidence=error.message.startswith(EVIDENCE))
         raise
     manifest = found.manifest
     how = "every sha256 agrees" if deep else "names and sizes agree (--deep compares every byte)"
@@ -47,6 +48,17 @@ def command(mapper: str, deep: bool) -> None:
         click.echo(output.clean(f"not covered: {', '.join(found.unread)}"))
     for note in found.notes:
         output.note(note)
+
+
+def _way_out(row: MapperRow | None, *, evidence: bool) -> str:
+    """What repairs it: the Hub where it has the mapper, else what can be made again here."""
+    ways = ["kvhub eval measures it again"] if evidence else []
+    if row is not None and row.locations:
+        place = row.locations[-1]
+        ways.append(f"kvhub pull {place.repo_id}@{place.commit[:12]} fetches it again")
+    elif row is not None and not evidence:
+        ways.append("kvhub rm removes it; it was never on the Hub")
+    return "; ".join(ways)
 
 
 def _look_up(mapper: str) -> tuple[Path, MapperRow | None]:

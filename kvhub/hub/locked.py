@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvhub.artifact.evidence import read_evidence
 from kvhub.artifact.read import verify_artifact
-from kvhub.catalog import explained, files_of, find, open_registry, register
+from kvhub.catalog import explained, files_of, find, open_registry, record_location, register
 from kvhub.errors import BadInput, Corrupt, NotFound
 from kvhub.hub import client, store
 from kvhub.hub.download import Progress
@@ -13,7 +14,8 @@ from kvhub.hub.lockfile import LockedMapper, read_lock
 from kvhub.hub.pull import fetch
 from kvhub.settings import Settings
 from kvhub.store import roots, trust
-from kvhub_registry import MapperRow
+from kvhub.store.judge import judge
+from kvhub_registry import HubLocation, MapperRow
 
 
 def pull_locked(
@@ -61,7 +63,16 @@ def _here(entry: LockedMapper, settings: Settings) -> MapperRow | None:
     trust.demand(directory, manifest, settings)
     settings.mappers.mkdir(mode=0o700, parents=True, exist_ok=True)
     with store.exclusive(settings.mappers):
+        try:
+            evidence = read_evidence(directory, manifest)
+        except Corrupt:
+            return None  # the commit may have it
         if not directory.is_dir():
             return None
         register(directory, manifest, settings)
+        row = find(entry.digest, settings)
+        if (entry.place, entry.commit) not in {(place.repo_id, place.commit) for place in row.locations}:
+            place = HubLocation(repo_id=entry.place, commit=entry.commit, pushed=False)
+            record_location(entry.digest, place, settings, revision=entry.commit)
+        judge(manifest, evidence, settings)
     return find(entry.digest, settings)

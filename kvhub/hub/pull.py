@@ -12,30 +12,21 @@ from kvhub.artifact.layout import EVIDENCE, MANIFEST, SIGNATURE
 from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.open import check_tensors
 from kvhub.artifact.read import read_manifest, verify_artifact
-from kvhub.catalog import (
-    explained,
-    files_of,
-    find,
-    reading_registry,
-    record_evidence,
-    record_location,
-)
+from kvhub.catalog import explained, files_of, find, reading_registry
 from kvhub.errors import AccessDenied, Corrupt, KvhubError, Unreachable
 from kvhub.files import is_full
 from kvhub.hub import client, store
 from kvhub.hub.download import Progress, download_all
+from kvhub.hub.keep import is_complete, keep
 from kvhub.hub.reference import Reference, parse
 from kvhub.hub.remote import Remote, download, resolve
 from kvhub.settings import Settings
 from kvhub.store import blobs, trust
-from kvhub.store.entry import enter
-from kvhub_registry import HubLocation, MapperRow, RegistryError
+from kvhub_registry import MapperRow, RegistryError
 from kvhub_registry.names import is_digest_prefix
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
-
-    from kvhub.evaluation.evidence import Evidence
 
 RESERVE = 64 << 20
 """Bytes of the disk that a pull leaves free."""
@@ -92,14 +83,14 @@ def fetch(
             _beside(hub, remote, staging)
             trust.demand(staged, manifest, settings)
             final = settings.mappers / manifest.digest
-            complete = _is_complete(final, manifest)
+            complete = is_complete(final, manifest)
             if not complete:
                 _fetch_files(hub, remote, staging, manifest, settings, progress)
             shutil.rmtree(staging / ".cache", ignore_errors=True)  # the client's own notes
-            evidence = read_evidence(staged, manifest)
+            read_evidence(staged, manifest)  # refuses what is malformed or another mapper's
             if not complete:
                 _check(staged)
-            _keep(staged, final, manifest, evidence, remote, settings)
+            keep(staged, final, manifest, remote, settings)
     except OSError as error:
         if is_full(error):
             raise client.explain(error, wanted.place) from error
@@ -172,14 +163,6 @@ def _check_room(mappers: Path, size: int) -> None:
         )
 
 
-def _is_complete(directory: Path, manifest: Manifest) -> bool:
-    """Whether the store holds these very bytes already."""
-    try:
-        return verify_artifact(directory, deep=True).digest == manifest.digest
-    except KvhubError:
-        return False
-
-
 def _check(staged: Path) -> None:
     """sha256 of every file, and at the same time names, shapes and values of every tensor."""
     manifest = verify_artifact(staged, deep=False)
@@ -187,46 +170,3 @@ def _check(staged: Path) -> None:
         tensors = beside.submit(check_tensors, staged, manifest)
         verify_artifact(staged, deep=True)  # its refusal is the one to show
         tensors.result()
-
-
-def _keep(
-    staged: Path,
-    final: Path,
-    manifest: Manifest,
-    evidence: Evidence | None,
-    remote: Remote,
-    settings: Settings,
-) -> None:
-    from kvhub.artifact.evidence import write_evidence
-    from kvhub.evaluation.gate import rejudge
-
-    with store.exclusive(settings.mappers):
-        # Again, under the lock: another pull of the same mapper may have been first.
-        fresh = not _is_complete(final, manifest)
-        if fresh:
-            if not (staged / "config.json").exists():
-                raise Corrupt(
-                    f"{final.name[:12]} was damaged in the store meanwhile", "run the command again"
-                )
-            store.move_in(staged, final)
-        enter(final, manifest, settings, fresh=fresh)
-        place = HubLocation(repo_id=remote.place, commit=remote.commit, pushed=False)
-        record_location(manifest.digest, place, settings, revision=remote.reference.revision)
-        if not fresh and (staged / SIGNATURE).exists():
-            (staged / SIGNATURE).replace(final / SIGNATURE)
-        evidence = evidence if fresh else _newer(evidence, read_evidence(final, manifest))
-        if evidence is None:
-            return
-        if not fresh:
-            write_evidence(final, evidence)
-        judged = evidence.model_copy(update={"verdict": rejudge(evidence, manifest)})
-        verdict = "passes" if judged.verdict.passed else "does not pass"
-        why = f"the evidence of {remote.place}@{remote.commit[:8]} {verdict} the gate"
-        record_evidence(manifest, judged, why=why, settings=settings)
-
-
-def _newer(pulled: Evidence | None, own: Evidence | None) -> Evidence | None:
-    """The evidence to keep where the store has some already; None: nothing changes."""
-    if pulled is None or (own is not None and own.created >= pulled.created):
-        return None
-    return pulled

@@ -56,14 +56,18 @@ def move_in(staged: Path, final: Path) -> None:
     staged.chmod(0o755)
     _sync(staged)
     if final.exists():
-        aside = final.with_name(f".removed-{final.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        final.rename(aside)
+        shutil.rmtree(aside(final), ignore_errors=True)
+        final.rename(aside(final))
         staged.rename(final)
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(aside(final), ignore_errors=True)
     else:
         staged.rename(final)
     _sync(final.parent)
+
+
+def aside(final: Path) -> Path:
+    """Where a directory is while another takes its place; what a killed process left there is rubbish."""
+    return final.with_name(f".removed-{final.name}")
 
 
 def free_bytes(directory: Path) -> int:

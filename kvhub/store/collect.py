@@ -3,34 +3,35 @@
 Kept: every mapper that is draft or ready (drafts go with `drafts=True`), and any that an alias
 or a lock file names, or that a living process has loaded. A repository name that push and pull
 note (`org/name`) is no such alias: the mapper can be fetched again from there.
+
+A mapper without a row may be all that a lost registry left: it goes on request alone. What is not
+called as kvhub calls things is somebody's own and stays.
 """
 
 from __future__ import annotations
 
 import shutil
-import stat
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from kvhub.artifact.read import read_manifest
 from kvhub.catalog import files_of, inside, open_registry, remove_locked
-from kvhub.errors import KvhubError
+from kvhub.errors import Corrupt, KvhubError, NotFound
 from kvhub.hub import store
 from kvhub.settings import Settings
-from kvhub.store import blobs, roots, use
+from kvhub.store import blobs, origin, roots, use
+from kvhub.store.links import Links
+from kvhub.store.strays import Stray, is_blob, look
 from kvhub_registry import MapperRow, State
 
 GRACE = 3600.0
 """Seconds for which what no row names may be of a process that has not registered it yet."""
 
-Kind = Literal["mapper", "directory", "leftover", "blob"]
-_LEFTOVER: Kind = "leftover"
-_DIRECTORY: Kind = "directory"
+Kind = Literal["mapper", "directory", "leftover", "blob", "unregistered"]
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,20 @@ class Garbage:
 class Kept:
     """A mapper that would go, and what keeps it."""
 
-    row: MapperRow
+    digest: str
     by: str
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What went (or would go), and what stayed although it is retired."""
+    """What went (or would go), and what stayed although no row of a usable mapper names it."""
 
-    garbage: list[Garbage]
-    kept: list[Kept]
+    garbage: list[Garbage] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+    unregistered: list[Stray] = field(default_factory=list)
+    """Mappers without a row: `kvhub register` puts them back."""
+    foreign: list[Stray] = field(default_factory=list)
+    """What kvhub did not put there."""
 
     @property
     def size(self) -> int:
@@ -66,135 +71,187 @@ class Collected:
 
 
 def collect(
-    settings: Settings | None = None, *, dry_run: bool = False, drafts: bool = False, grace: float = GRACE
+    settings: Settings | None = None,
+    *,
+    dry_run: bool = False,
+    drafts: bool = False,
+    unregistered: bool = False,
+    grace: float = GRACE,
 ) -> Collected:
     """Delete what nothing keeps; with `dry_run` only say what that is.
 
-    grace: seconds, see `GRACE`. A crash on the way leaves nothing that the next call does not find.
-    Errors: `Corrupt` for a lock file that cannot be read (nothing is deleted then).
+    unregistered: mappers without a row go, too. grace: seconds, see `GRACE`.
+    A crash on the way leaves nothing that the next call does not find.
+    Errors: `Corrupt` for a lock file that cannot be read, and for a registry that names nothing although
+    mappers are here (nothing is deleted then).
     """
     settings = settings or Settings.load()
+    done = Collected()
     if not settings.mappers.is_dir():
-        return Collected([], [])
+        return done
     if not dry_run:
         store.sweep(settings.mappers)
     with store.exclusive(settings.mappers):
         with open_registry(settings) as registry:
             rows = registry.list()
         locked = roots.locked(settings)
-        garbage: list[Garbage] = []
-        kept: list[Kept] = []
-        links = Links(settings)
-        for row in rows:
-            if not _may_go(row, settings, drafts, grace):
-                continue
-            by = _keeper(row, locked)
-            with use.unused(row.digest, settings) as free:
-                if by or not free:
-                    kept.append(Kept(row, by or "a process has it loaded"))
-                    continue
-                why = f"{row.state.value}: {row.state_reason}"
-                directory = files_of(row, settings)
-                garbage.append(Garbage("mapper", directory, links.freed(directory), why, row))
-                if not dry_run:
-                    remove_locked(row, settings)
-        gone = {item.path for item in garbage}
         # by digest too: the home may have been moved, or the registry be shared by several machines
         known = {Path(row.path) for row in rows} | {settings.mappers / row.digest for row in rows}
-        garbage += _strays(settings, known | gone, links, grace, dry_run)
-        garbage += _blobs(settings, links, dry_run)
-    return Collected(garbage, kept)
+        strays = [look(path) for path in sorted(settings.mappers.iterdir()) if _is_stray(path, known)]
+        done.unregistered.extend(stray for stray in strays if stray.kind == "unregistered")
+        done.foreign.extend(stray for stray in strays if stray.kind == "foreign")
+        if done.unregistered and not rows:
+            raise Corrupt(
+                f"the registry names no mapper, but {len(done.unregistered)} are in {settings.mappers}",
+                "kvhub register puts them back; if the registry is elsewhere, set KVHUB_DATABASE_URL",
+            )
+        links = Links(settings)
+        for row in rows:
+            if _may_go(row, settings, drafts, grace):
+                _mapper(row, settings, links, done, dry_run=dry_run, drafts=drafts, grace=grace)
+        for stray in strays:
+            if stray.kind != "foreign" and (unregistered or stray.kind != "unregistered"):
+                _stray(stray, settings, links, done, locked, dry_run=dry_run, grace=grace)
+        _blobs(settings, links, done, dry_run=dry_run)
+    return done
+
+
+def _is_stray(path: Path, known: set[Path]) -> bool:
+    return path not in known and path.name != ".lock" and not path.name.startswith(".pull-")
 
 
 def _may_go(row: MapperRow, settings: Settings, drafts: bool, grace: float) -> bool:
     if not inside(files_of(row, settings), settings.mappers):
         return False  # its files are somebody's own
+    if _is_shared(settings) and not (settings.mappers / row.digest).is_dir():
+        return False  # of another machine, whose locks and processes are not seen from here
+    return _is_done(row, drafts, grace)
+
+
+def _is_done(row: MapperRow, drafts: bool, grace: float) -> bool:
+    """Whether nobody uses it any more, as far as its state says."""
     if row.state is State.RETIRED:
         return True
-    old = time.time() - row.changed.timestamp() > grace
-    return drafts and row.state is State.DRAFT and old
+    return drafts and row.state is State.DRAFT and time.time() - row.changed.timestamp() > grace
 
 
-def _keeper(row: MapperRow, locked: dict[str, Path]) -> str:
-    names = [name for name in row.aliases if "/" not in name]
+def _is_shared(settings: Settings) -> bool:
+    """Whether other homes may have their mappers in this registry, too."""
+    return settings.database_file != settings.home / "registry.db"
+
+
+def _mapper(
+    row: MapperRow,
+    settings: Settings,
+    links: Links,
+    done: Collected,
+    *,
+    dry_run: bool,
+    drafts: bool,
+    grace: float,
+) -> None:
+    directory, shared = files_of(row, settings), _is_shared(settings)
+
+    def reason_to_stay(now: MapperRow) -> str:
+        """Asked again at the last moment: promote, alias and lock do not wait for us."""
+        if not _is_done(now, drafts, grace):
+            return f"it is {now.state.value} meanwhile"
+        return _keeper(now.digest, now.aliases, roots.locked(settings))
+
+    with use.unused(row.digest, settings) as free:
+        by = reason_to_stay(row) or ("" if free else "a process has it loaded")
+        size = 0 if by else links.freed(directory)
+        if not by and not dry_run:
+            try:
+                by = remove_locked(row, settings, unless=reason_to_stay, keep_row=shared)
+            except NotFound:
+                by = "its row has just been removed"
+            if by:
+                links.stays(directory)
+            else:
+                origin.forget(row.digest, settings)
+    if by:
+        done.kept.append(Kept(row.digest, by))
+        return
+    row_stays = "; its row stays, for other machines" if shared else ""
+    why = f"{row.state.value}: {row.state_reason}{row_stays}"
+    done.garbage.append(Garbage("mapper", directory, size, why, row))
+
+
+def _keeper(digest: str, aliases: tuple[str, ...], locked: dict[str, Path]) -> str:
+    names = [name for name in aliases if "/" not in name]
     if names:
         return "alias " + ", ".join(f"@{name}" for name in names)
-    return f"locked by {locked[row.digest]}" if row.digest in locked else ""
+    return f"locked by {locked[digest]}" if digest in locked else ""
 
 
-def _strays(
-    settings: Settings, known: set[Path], links: Links, grace: float, dry_run: bool
-) -> Iterator[Garbage]:
-    """Directories without a row, and what killed processes left."""
-    for path in sorted(settings.mappers.iterdir()):
-        if path in known or path.name == ".lock" or path.name.startswith(".pull-"):
-            continue
-        with suppress(FileNotFoundError):
-            if path.name.startswith(".removed-"):
-                kind, why = _LEFTOVER, "half deleted"
-            elif time.time() - path.lstat().st_mtime < grace:
-                continue  # a fit may be about to register it
-            elif path.name.startswith("."):
-                kind, why = _LEFTOVER, "of a process that was killed"
-            else:
-                kind, why = _DIRECTORY, "no registered mapper is here"
-            yield Garbage(kind, path, links.freed(path), why)
+def _stray(
+    stray: Stray,
+    settings: Settings,
+    links: Links,
+    done: Collected,
+    locked: dict[str, Path],
+    *,
+    dry_run: bool,
+    grace: float,
+) -> None:
+    """A directory without a row, or what a killed process left."""
+    path = stray.path
+    with suppress(FileNotFoundError):
+        removed = path.name.startswith(".removed-")
+        if not removed and time.time() - path.lstat().st_mtime < grace:
+            return  # a fit may be about to register it
+        if stray.kind == "leftover":
+            done.garbage.append(Garbage("leftover", path, links.freed(path), stray.why))
             if not dry_run:
                 _delete(path)
+            return
+        with use.unused(path.name, settings) as free:
+            by = _keeper(path.name, (), locked) or ("" if free else "a process has it loaded")
+            if by:
+                done.kept.append(Kept(path.name, by))
+                return
+            kind: Kind = "unregistered" if stray.kind == "unregistered" else "directory"
+            done.garbage.append(Garbage(kind, path, links.freed(path), stray.why))
+            if stray in done.unregistered:
+                done.unregistered.remove(stray)
+            if not dry_run:
+                _delete(path)
+                origin.forget(path.name, settings)
 
 
-def _blobs(settings: Settings, links: Links, dry_run: bool) -> Iterator[Garbage]:
+def _blobs(settings: Settings, links: Links, done: Collected, *, dry_run: bool) -> None:
     """Shards that no mapper has; those of a mapper that has just gone go with it, unmentioned."""
-    for path in blobs.unreferenced(settings):
+    folder = settings.home / "blobs"
+    if not folder.is_dir():
+        return
+    done.foreign.extend(
+        Stray("foreign", path, "kvhub did not put it there")
+        for path in sorted(folder.iterdir())
+        if not is_blob(path)
+    )
+    unreferenced = [path for path in blobs.unreferenced(settings) if is_blob(path)]
+    gone = {item.path for item in done.garbage}
+    missing = set(_missing(settings, gone)) if unreferenced else set()
+    for path in unreferenced:
+        if path.name in missing:
+            continue
         size, counted = path.stat().st_size, links.counted(path)
         if not dry_run:
             path.unlink(missing_ok=True)
         if not counted:
-            yield Garbage("blob", path, size, "no mapper has this shard")
+            done.garbage.append(Garbage("blob", path, size, "no mapper has this shard"))
 
 
-class Links:
-    """How many bytes go with a directory, where other mappers may have the same files.
-
-    A file's bytes are free once every name of it is gone: those in directories that go, and the blob's,
-    which then goes too. They are counted with the directory that takes the last of the others.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._blobs = settings.home / "blobs"
-        self._gone: Counter[tuple[int, int]] = Counter()
-        self._done: set[tuple[int, int]] = set()
-
-    def freed(self, path: Path) -> int:
-        """Bytes that are free once `path`, and all that was asked before, is deleted."""
-        whole = path.is_dir() and not path.is_symlink()
-        size = 0
-        for item in path.rglob("*") if whole else [path]:
-            with suppress(FileNotFoundError):
-                found = item.lstat()
-                if stat.S_ISDIR(found.st_mode):
-                    continue
-                key = (found.st_dev, found.st_ino)
-                self._gone[key] += 1
-                if found.st_nlink - self._gone[key] <= int(found.st_nlink > 1 and key in self._names):
-                    self._done.add(key)
-                    size += found.st_size
-        return size
-
-    def counted(self, path: Path) -> bool:
-        """Whether a file's bytes were counted with a directory."""
-        found = path.stat()
-        return (found.st_dev, found.st_ino) in self._done
-
-    @cached_property
-    def _names(self) -> set[tuple[int, int]]:
-        names = set()
-        if self._blobs.is_dir():
-            for path in self._blobs.iterdir():
-                with suppress(FileNotFoundError):
-                    found = path.stat()
-                    names.add((found.st_dev, found.st_ino))
-        return names
+def _missing(settings: Settings, gone: set[Path]) -> Iterator[str]:
+    """Shards that a mapper in the store lists and has lost: the blob may be the only copy."""
+    for directory in settings.mappers.iterdir():
+        if directory.name.startswith(".") or directory in gone:
+            continue
+        with suppress(KvhubError):
+            for entry in read_manifest(directory).files:
+                if not (directory / entry.name).exists():
+                    yield entry.sha256
 
 
 def _delete(path: Path) -> None:

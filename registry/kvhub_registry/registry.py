@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Self
 
@@ -214,9 +214,18 @@ class Registry:
         Models and calibration sets that nothing points at any more go too.
         Raises `NotRegistered`. Files are not touched.
         """
+        return self.settle(digest, lambda _: True)
+
+    def settle(self, digest: str, goes: Callable[[MapperRow], bool]) -> MapperRow:
+        """As `remove`, where `goes` says so of the row as it is now; returns that row in any case.
+
+        Nobody changes the registry while `goes` runs; what it raises leaves everything as it was.
+        """
         with writing(self._engine) as session:
             lifecycle.artifact_of(session, digest)
             row = queries.rows(session, digests=[digest])[0]
+            if not goes(row):
+                return row
             session.execute(delete(MapperTable).where(col(MapperTable.digest) == digest))
             session.flush()
             session.expire_all()

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.published import make_artifact, publishable
 from support.stored import stored
 
+from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.read import verify_artifact
 from kvhub.catalog import find, open_registry
 from kvhub.errors import Corrupt, NotFound
 from kvhub.hub.lockfile import Lock, LockedMapper, write_lock
 from kvhub.settings import Settings
+from kvhub.store import collect as collecting
 from kvhub.store import roots
 from kvhub.store.collect import collect
-from kvhub.store.lifecycle import name, retire
+from kvhub.store.lifecycle import name, promote, retire
+from kvhub.store.recover import put_back
+from kvhub.store.recover import unregistered as unregistered_in
+from kvhub_registry import State
 
 
 def lock_of(manifest, path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -40,7 +47,7 @@ def test_only_what_nothing_keeps_goes(home: Settings, tmp_path: Path) -> None:
 
     would = collect(home, dry_run=True)
     assert [item.row.digest for item in would.garbage if item.row] == [plain.digest]
-    assert {kept.row.digest for kept in would.kept} == {named.digest, locked.digest}
+    assert {kept.digest for kept in would.kept} == {named.digest, locked.digest}
     assert find(plain.digest)
     done = collect(home)
     assert done.size >= plain.size
@@ -90,17 +97,137 @@ def test_a_loaded_mapper_stays_until_its_process_ends(home: Settings) -> None:
 
 def test_what_killed_processes_left(home: Settings) -> None:
     manifest = stored(home)
-    make_artifact(home.mappers / "orphan", seed=5)
-    for left in (f".{manifest.digest}.abc", ".removed-x", "orphan"):
+    half = "0" * 64
+    for left in (f".{manifest.digest}.abc", ".fit-abc", ".removed-x", half):
         (home.mappers / left).mkdir(exist_ok=True)
-    (home.home / "blobs" / ".half").write_bytes(b"x")
-    assert {item.path.name for item in collect(home).garbage} == {".removed-x", ".half"}
+    (home.home / "blobs" / ".0123456789ab").write_bytes(b"x")
+    assert {item.path.name for item in collect(home).garbage} == {".removed-x", ".0123456789ab"}
     old = time.time() - 7200
-    for path in (home.mappers / f".{manifest.digest}.abc", home.mappers / "orphan"):
-        os.utime(path, (old, old))
-    assert {item.path.name for item in collect(home).garbage} == {f".{manifest.digest}.abc", "orphan"}
+    names = {f".{manifest.digest}.abc", ".fit-abc", half}
+    for name_ in names:
+        os.utime(home.mappers / name_, (old, old))
+    assert {item.path.name for item in collect(home).garbage} == names
     assert collect(home).garbage == []
     verify_artifact(home.mappers / manifest.digest, deep=True)
+
+
+def test_what_kvhub_did_not_put_there_stays_and_is_named(home: Settings) -> None:
+    stored(home)
+    make_artifact(home.mappers / "orphan", seed=5)
+    (home.home / "blobs" / "notes.txt").write_bytes(b"x")
+    (home.mappers / ".DS_Store").write_bytes(b"x")
+    (home.mappers / "notes").mkdir()
+    done = collect(home, unregistered=True, grace=0)
+    assert done.garbage == []
+    assert {item.path.name for item in done.foreign} == {"orphan", "notes.txt", ".DS_Store", "notes"}
+    assert all(item.path.exists() for item in done.foreign)
+
+
+def without_row(home: Settings, seed: int) -> Manifest:
+    """A mapper in the store whose row is lost."""
+    manifest = stored(home, seed)
+    with open_registry(home) as registry:
+        registry.remove(manifest.digest)
+    os.utime(home.mappers / manifest.digest, (1, 1))
+    return manifest
+
+
+def test_a_mapper_without_a_row_goes_on_request_alone(home: Settings, tmp_path: Path) -> None:
+    stored(home, 0)
+    lost, locked, used = (without_row(home, seed) for seed in (1, 2, 3))
+    lock_of(locked, tmp_path / "kvhub.lock")
+    roots.remember(tmp_path / "kvhub.lock", home)
+    code = "import sys\nfrom kvhub.store.use import hold\nhold(sys.argv[1])\nprint(1, flush=True)\ninput()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, used.digest], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        done = collect(home)
+        assert done.garbage == []
+        assert {s.path.name for s in done.unregistered} == {lost.digest, locked.digest, used.digest}
+        done = collect(home, unregistered=True)
+        assert [item.path.name for item in done.garbage] == [lost.digest]
+        assert {kept.digest for kept in done.kept} == {locked.digest, used.digest}
+        process.kill()
+    for manifest in (locked, used):
+        verify_artifact(home.mappers / manifest.digest, deep=True)
+
+
+@pytest.mark.parametrize("lost", ["gone", "empty", "elsewhere"])
+def test_a_registry_that_names_nothing_stops_everything_and_register_mends_it(
+    home: Settings, tmp_path: Path, lost: str
+) -> None:
+    passes, draft = stored(home, 1), stored(home, 2, top1=0.3)
+    for path in home.mappers.iterdir():
+        os.utime(path, (1, 1))
+    for part in ("-wal", "-shm"):
+        Path(f"{home.database_file}{part}").unlink(missing_ok=True)
+    assert home.database_file is not None
+    if lost == "elsewhere":
+        home = replace(home, database_url=f"sqlite:///{tmp_path / 'other.db'}")
+    elif lost == "empty":
+        home.database_file.write_bytes(b"")
+    else:
+        home.database_file.unlink()
+    for unregistered in (False, True):
+        with pytest.raises(Corrupt, match="names no mapper, but 2"):
+            collect(home, unregistered=unregistered, grace=0)
+    rows = [put_back(path, home) for path in unregistered_in(home)]
+    assert {row.digest: row.state for row in rows} == {
+        passes.digest: State.READY,
+        draft.digest: State.DRAFT,
+    }
+    assert (collect(home, grace=0).garbage, unregistered_in(home)) == ([], [])
+
+
+def test_a_shared_registry_keeps_rows_and_other_machines_files(home: Settings, tmp_path: Path) -> None:
+    shared = f"sqlite:///{tmp_path / 'team.db'}"
+    ours, theirs = replace(home, database_url=shared), Settings(tmp_path / "b", shared, False)
+    manifest, other = stored(ours, 1), stored(theirs, 2)
+    shutil.copytree(ours.mappers / manifest.digest, theirs.mappers / manifest.digest)
+    lock_of(manifest, tmp_path / "kvhub.lock")
+    roots.remember(tmp_path / "kvhub.lock", theirs)
+    for one in (manifest, other):
+        retire(one.digest, why="old", settings=ours)
+    assert [item.row.digest for item in collect(ours).garbage if item.row] == [manifest.digest]
+    assert not (ours.mappers / manifest.digest).exists()
+    assert find(manifest.digest, ours).state is find(other.digest, ours).state is State.RETIRED
+    done = collect(theirs, grace=0)
+    assert [kept.digest for kept in done.kept] == [manifest.digest]
+    assert [item.row.digest for item in done.garbage if item.row] == [other.digest]
+    verify_artifact(theirs.mappers / manifest.digest, deep=True)
+
+
+@pytest.mark.parametrize("what", ["promoted", "named", "locked"])
+def test_what_is_wanted_again_after_gc_has_listed_it_stays(
+    home: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    manifest = stored(home)
+    retire(manifest.digest, why="old")
+    real = collecting.remove_locked
+
+    def meanwhile(*arguments: object, **options: object) -> object:
+        if what == "promoted":
+            promote(manifest.digest, why="it was better")
+        elif what == "named":
+            name("prod", manifest.digest, why="")
+        else:
+            lock_of(manifest, tmp_path / "kvhub.lock")
+            roots.remember(tmp_path / "kvhub.lock", home)
+        return real(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(collecting, "remove_locked", meanwhile)
+    done = collect(home)
+    assert (done.garbage, [kept.digest for kept in done.kept]) == ([], [manifest.digest])
+    verify_artifact(home.mappers / manifest.digest, deep=True)
+    assert find(manifest.digest).state is (State.READY if what == "promoted" else State.RETIRED)
+
+
+def test_a_blob_that_a_mapper_has_lost_stays(home: Settings) -> None:
+    manifest = stored(home)
+    (home.mappers / manifest.digest / "model.safetensors").unlink()
+    assert collect(home, grace=0).garbage == []
+    assert len(list((home.home / "blobs").iterdir())) == 1
 
 
 def test_equal_shards_are_one_file(home: Settings) -> None:
