@@ -34,6 +34,7 @@ COMMANDS = {
     "info": "Show everything known of one mapper.",
     "diff": "Compare two mappers: selection, settings, scores.",
     "verify": "Check a mapper's files against its manifest.",
+    "register": "Put mappers that are on disk back into the registry.",
     "promote": "Let a mapper serve, where it passes the gate.",
     "retire": "Take a mapper out of service.",
     "alias": "Name mappers; a name moves, a digest does not.",

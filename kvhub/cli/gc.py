@@ -18,6 +18,7 @@ COLUMNS = (
 @click.command()
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @click.option("--drafts", is_flag=True, help="Drafts go too, once they are older than the grace.")
+@click.option("--unregistered", is_flag=True, help="Mappers that the registry does not name go too.")
 @click.option(
     "--grace",
     type=click.FloatRange(min=0),
@@ -27,15 +28,17 @@ COLUMNS = (
     help="Leave files alone that no mapper owns and that are younger: a fit may be about to register them.",
 )
 @output.format_option("table", "json")
-def command(dry_run: bool, drafts: bool, grace: float, form: str) -> None:
+def command(dry_run: bool, drafts: bool, unregistered: bool, grace: float, form: str) -> None:
     """Delete retired mappers, shards that no mapper has, and what killed processes left.
 
     Kept in any case: a mapper with an alias, one that a lock file names, and
-    one that a running process has loaded.
+    one that a running process has loaded. A mapper that the registry does not
+    name is only listed (kvhub register puts it back), and so is what kvhub did
+    not put there.
     """
     from kvhub.store.collect import collect
 
-    done = collect(dry_run=dry_run, drafts=drafts, grace=grace)
+    done = collect(dry_run=dry_run, drafts=drafts, unregistered=unregistered, grace=grace)
     if form == "json":
         output.as_json(
             {
@@ -45,7 +48,9 @@ def command(dry_run: bool, drafts: bool, grace: float, form: str) -> None:
                     {"kind": item.kind, "path": str(item.path), "size": item.size, "why": item.why}
                     for item in done.garbage
                 ],
-                "kept": [{"digest": item.row.digest, "by": item.by} for item in done.kept],
+                "kept": [{"digest": item.digest, "by": item.by} for item in done.kept],
+                "unregistered": [{"path": str(item.path), "what": item.why} for item in done.unregistered],
+                "foreign": [{"path": str(item.path), "why": item.why} for item in done.foreign],
             }
         )
         return
@@ -63,6 +68,12 @@ def command(dry_run: bool, drafts: bool, grace: float, form: str) -> None:
             ],
         )
     for item in done.kept:
-        output.note(f"kept {item.row.digest[:12]}: {item.by}")
+        output.note(f"kept {item.digest[:12]}: {item.by}")
+    for stray in done.unregistered:
+        output.note(f"not registered: {stray.path.name[:12]} ({stray.why})")
+    if done.unregistered:
+        output.note("kvhub register puts them back; kvhub gc --unregistered deletes them")
+    for stray in done.foreign:
+        output.note(f"left alone: {stray.path} ({stray.why})")
     verb = "would go" if dry_run else "deleted"
     output.note(f"{len(done.garbage)} {verb}, {output.size(done.size)}")

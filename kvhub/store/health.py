@@ -96,7 +96,7 @@ def _registry(settings: Settings) -> Finding:
         count = len(registry.list())
     where = "SQLite" if settings.database_url.startswith("sqlite") else "PostgreSQL"
     if problem:
-        return Finding("registry", "FAILS", problem, "move the file away; kvhub pull registers mappers again")
+        return Finding("registry", "FAILS", problem, "move the file away, then kvhub register")
     return Finding("registry", "ok", f"{where}, {count} mappers, consistent")
 
 
@@ -123,6 +123,10 @@ def _store(settings: Settings) -> Finding:
     from kvhub.store.collect import collect
 
     waste = collect(settings, dry_run=True)
+    if waste.unregistered:
+        names = ", ".join(stray.path.name[:12] for stray in waste.unregistered[:5])
+        found = f"{len(waste.unregistered)} mappers here are not registered: {names}"
+        return Finding("store", "warns", found, "kvhub register puts them back")
     if waste.garbage:
         found = f"{len(waste.garbage)} things that nothing keeps, {waste.size / 1e6:.1f} MB"
         return Finding("store", "warns", found, "kvhub gc")

@@ -187,6 +187,30 @@ def test_doctor(shell) -> None:  # type: ignore[no-untyped-def]
     assert "damaged" in shell.run("doctor", "--no-hub", code=1).stdout
 
 
+def test_a_lost_registry_by_command(shell) -> None:  # type: ignore[no-untyped-def]
+    one, two = stored(shell.settings, 1).digest, stored(shell.settings, 2).digest
+    shell.settings.home.joinpath("registry.db").write_bytes(b"garbage" * 1000)
+    assert "kvhub register" in shell.run("list", code=6).stderr
+    for path in shell.settings.home.glob("registry.db*"):
+        path.unlink()
+    assert "kvhub register" in shell.run("doctor", "--no-hub", code=1).stdout
+    assert "kvhub register puts them back" in shell.run("gc", "--grace", "0", code=6).stderr
+    assert one in shell.run("register", one[:8]).stdout
+    assert "kvhub register" in shell.run("doctor", "--no-hub").stdout
+    done = shell.run("gc", "--grace", "0")
+    assert f"not registered: {two[:12]}" in done.stderr and "0 deleted" in done.stderr
+    listed = json.loads(shell.run("gc", "--dry-run", "--format", "json").stdout)["unregistered"]
+    assert [Path(item["path"]).name for item in listed] == [two]
+    weights = shell.settings.mappers / two / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert "was changed" in shell.run("register", code=6).stderr
+    weights.write_bytes(whole)
+    assert "ready" in shell.run("register").stdout
+    assert "every mapper" in shell.run("register").stderr
+    shell.run("register", "abcdef", code=3)
+
+
 def test_doctor_asks_the_hub(shell, hub: LoopbackHub) -> None:  # type: ignore[no-untyped-def]
     found = {item["check"]: item for item in json.loads(shell.run("doctor", "--format", "json").stdout)}
     assert found["hub"]["found"].endswith("logged in as tester")
