@@ -1,7 +1,9 @@
 """Kill fit, push, pull, gc and migrate with -9 at random moments: `python benchmarks/hub_kill.py`.
 
-After each: the registry opens, `verify` passes for everything `ready`, a re-run completes, and `gc` leaves
-nothing that no row names. Writes benchmarks/results/hub_kill.json.
+After each: the registry opens, `verify` passes for everything `ready`, a re-run completes with what a run
+that was never disturbed leaves (a pull: ready, with scores, place and evidence), each mapper that is here
+has a row (after a lost registry by `kvhub register`), and `gc` leaves nothing that no row names.
+Writes benchmarks/results/hub_kill.json.
 """
 
 from __future__ import annotations

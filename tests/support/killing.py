@@ -17,11 +17,13 @@ from loopback_hub import LoopbackHub
 from support.published import publishable
 from support.stored import stored
 
-from kvhub.artifact.read import verify_artifact
+from kvhub.artifact.read import read_manifest, verify_artifact
 from kvhub.catalog import open_registry
 from kvhub.settings import Settings
+from kvhub.store import origin
 from kvhub.store.collect import collect
 from kvhub.store.lifecycle import retire
+from kvhub.store.recover import unregistered
 from kvhub_registry import State
 
 REPO = "tester/mapper"
@@ -88,8 +90,10 @@ class Killing:
         """The command of a kind, prepared so that it has work to do."""
         if kind == "pull":
             with open_registry(self.settings) as registry:
+                head = read_manifest(self.root / "made").digest
                 for row in registry.list():
-                    if row.locations and not any(place.pushed for place in row.locations):
+                    # a row that was put back does not know any more that it was pulled
+                    if row.digest == head or (row.locations and not any(p.pushed for p in row.locations)):
                         registry.remove(row.digest)
                         shutil.rmtree(row.path, ignore_errors=True)
             shutil.rmtree(self.settings.home / "blobs", ignore_errors=True)
@@ -149,6 +153,7 @@ class Killing:
         self.check(f"after killing {kind}")
         self.run(kind, arguments)
         self.check(f"after running {kind} again")
+        self.check_end(kind)
         collect(self.settings, grace=0)
         with open_registry(self.settings) as registry:
             known = {Path(row.path).name for row in registry.list()}
@@ -157,6 +162,27 @@ class Killing:
         links = [path for path in (self.settings.home / "blobs").glob("*") if path.stat().st_nlink < 2]
         assert not links, f"gc left {len(links)} blobs"
         return running
+
+    def check_end(self, kind: str) -> None:
+        """The command that was run again has left what one that was never disturbed leaves."""
+        if kind == "migrate":  # the registry was lost: what is here comes back
+            self.run("register", ["register"])
+        left = unregistered(self.settings)
+        assert not left, f"{kind}, run again, left {len(left)} mappers without a row"
+        with open_registry(self.settings) as registry:
+            rows = registry.list()
+        retired = [row.digest[:12] for row in rows if row.state is State.RETIRED]
+        assert kind != "gc" or not retired, f"gc, run again, left {retired}"
+        if kind != "pull":
+            return
+        made = self.root / "made"
+        (row,) = [row for row in rows if row.digest == read_manifest(made).digest]
+        assert row.state is State.READY, f"pull, run again, ends as {row.state}: {row.state_reason}"
+        assert row.score("top1") is not None and REPO in row.aliases
+        assert any(place.repo_id == REPO and not place.pushed for place in row.locations)
+        evidence = (Path(row.path) / "evidence.json").read_bytes()
+        assert evidence == (made / "evidence.json").read_bytes()
+        assert origin.came_by_pull(row.digest, evidence, self.settings)
 
     def check(self, when: str) -> None:
         """The registry opens and is sound, and what is ready is whole."""
