@@ -121,6 +121,8 @@ def run(url: str, rounds: int, processes: int) -> dict[str, object]:
         if len({row.digest for row in rows}) != len(rows):
             faults.append("a mapper twice")
         for row in rows:
+            if row.state.value == "retired" and not Path(row.path).exists():
+                continue  # gc leaves the row in a registry that others may share
             if verify_artifact(Path(row.path), deep=True).digest != row.digest:
                 faults.append(f"{row.digest[:12]} is not what it was")
         return {"rows": len(rows), "ready": len(alive), "faults": faults, "seconds": round(seconds, 1)}

@@ -148,9 +148,12 @@ def test_a_mapper_without_a_row_goes_on_request_alone(home: Settings, tmp_path: 
         done = collect(home, unregistered=True)
         assert [item.path.name for item in done.garbage] == [lost.digest]
         assert {kept.digest for kept in done.kept} == {locked.digest, used.digest}
+        for manifest in (locked, used):
+            verify_artifact(home.mappers / manifest.digest, deep=True)
+            (home.mappers / manifest.digest / "manifest.json").write_text("{")
+        done = collect(home, unregistered=True, grace=0)  # also where their manifest cannot be read any more
+        assert (done.garbage, {kept.digest for kept in done.kept}) == ([], {locked.digest, used.digest})
         process.kill()
-    for manifest in (locked, used):
-        verify_artifact(home.mappers / manifest.digest, deep=True)
 
 
 @pytest.mark.parametrize("lost", ["gone", "empty", "elsewhere"])
@@ -221,6 +224,43 @@ def test_what_is_wanted_again_after_gc_has_listed_it_stays(
     assert (done.garbage, [kept.digest for kept in done.kept]) == ([], [manifest.digest])
     verify_artifact(home.mappers / manifest.digest, deep=True)
     assert find(manifest.digest).state is (State.READY if what == "promoted" else State.RETIRED)
+
+
+def test_a_row_that_cannot_be_removed_keeps_its_files(
+    home: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = stored(home)
+    retire(manifest.digest, why="old")
+
+    def full(*_: object) -> object:
+        raise RuntimeError("database or disk is full")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr("kvhub_registry.queries.unreferenced", full)
+        collect(home)
+    assert find(manifest.digest).state is State.RETIRED
+    verify_artifact(home.mappers / manifest.digest, deep=True)
+
+
+def test_bytes_that_a_mapper_still_has_are_not_free(home: Settings) -> None:
+    from support.mappers import make_identity, make_manifest, random_tensors
+
+    from kvhub.artifact.write import write_artifact
+    from kvhub.catalog import register
+
+    made = []
+    for day in ("01", "02", "03"):
+        manifest = make_manifest(
+            make_identity("a/a"), make_identity("b/b"), created=f"2026-01-{day}T00:00:00Z"
+        )
+        manifest = write_artifact(home.mappers / "new", manifest, random_tensors(manifest))
+        register((home.mappers / "new").rename(home.mappers / manifest.digest), manifest, home)
+        made.append(manifest)
+    for manifest in made[:2]:
+        retire(manifest.digest, why="old")
+    before = bytes_on_disk(home)
+    would, done = collect(home, dry_run=True), collect(home)
+    assert would.size == done.size == before - bytes_on_disk(home)
 
 
 def test_a_blob_that_a_mapper_has_lost_stays(home: Settings) -> None:
