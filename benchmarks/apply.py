@@ -17,6 +17,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,6 +137,13 @@ def measure(
     }
 
 
+def save(file: Path, rows: list[dict[str, Any]]) -> None:
+    with file.open("w", newline="") as opened:
+        writer = csv.DictWriter(opened, rows[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -157,6 +165,8 @@ def main() -> None:
     clock = time.process_time if options.threads == 1 else time.perf_counter
     top = ceilings(clock)
     layers: dict[tuple[str, torch.dtype, int], float] = {}
+    RESULTS.mkdir(exist_ok=True)
+    file = RESULTS / ("apply_cpu.csv" if options.pairs == "all" else "apply_cpu_small.csv")
     for name, support, dtype, tokens in cases:
         key = name, dtype, tokens
         if key not in layers:
@@ -167,12 +177,7 @@ def main() -> None:
             ", ".join(f"{key} {value}" for key, value in rows[-1].items() if key not in ("device", "k")),
             flush=True,
         )
-    RESULTS.mkdir(exist_ok=True)
-    name = "apply_cpu.csv" if options.pairs == "all" else "apply_cpu_small.csv"
-    with (RESULTS / name).open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        save(file, rows)  # what was measured stays if a later one fails
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
     PYTHONPATH=.:kernels python -m benchmarks.gpu_apply [--out FOLDER] [--seconds 420] [--tune]
 
-In order of what matters most if time runs out: the shapes of the tests against the definition; the dispatch
-floor, eager and from a CUDA graph; Qwen3 14B->32B at 32,768 tokens in both supports and int8; then the other
-pairs and lengths. Ceilings (a large bfloat16 product, a large copy) are measured in the same run. A wrong
-result is reported and never timed. Writes `apply_gpu.csv`, `apply_gpu_checks.csv` and `apply_gpu.json`.
+In order of what matters most if time runs out: shapes against the definition, by several processes
+(`gpu_checks.py` says which); the dispatch floor, eager and from a CUDA graph; Qwen3 14B->32B at 32,768 tokens
+in both supports and int8; then the other pairs and lengths. Ceilings (a large bfloat16 product, a large copy)
+are measured in the same run. A wrong result is reported and never timed. `--tune` prints the time of every
+candidate tile and the table's line of the fastest. Writes `apply_gpu.csv`, `apply_gpu_checks.csv` and
+`apply_gpu.json`, which says how many of the shapes were checked.
 """
 
 from __future__ import annotations
@@ -22,19 +24,16 @@ from typing import Any
 import torch
 import triton
 
+from benchmarks.gpu_checks import TOLERANCE, checks, error_of, poisoned, shapes
 from benchmarks.shapes import PAIRS, eager, make_plan, make_rows, make_table, make_weights, per_head
 from kvhub_kernels.arriving import Arriving, CudaLane, apply_arriving
-from kvhub_kernels.gpu import TritonApplier
-from kvhub_kernels.plan import Plan
-from kvhub_kernels.reference import map_layer_reference
+from kvhub_kernels.gpu import TritonApplier, describe
 from kvhub_kernels.rotary import RotaryTable
 from kvhub_kernels.rows import Rows
 from kvhub_kernels.tiles import CANDIDATES
-from kvhub_kernels.weights import Weights
 
 DEVICE = "cuda"
 MAIN = "Qwen3 14B->32B"
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 
 
 class Clock:
@@ -72,82 +71,13 @@ def ceilings() -> dict[str, float]:
     return {"tflops": 2 * 8192**3 / product / 1e9, "gbytes_per_second": 2 * big.nbytes / copy / 1e6}
 
 
-def error_of(
-    weights: Weights,
-    dtype: torch.dtype,
-    source: Rows,
-    target: Rows,
-    strip: RotaryTable,
-    rotate: RotaryTable,
-    layers: list[int],
-) -> float:
-    """Largest relative error over some layers; infinite where anything is not finite."""
-    slots, worst = target.token_slots(), 0.0
-    for layer in layers:
-        want = map_layer_reference(weights, layer, source, strip, rotate, rounded=dtype)
-        for pool, truth in zip((target.keys[layer], target.values[layer]), want, strict=True):
-            error = float((pool[slots].double() - truth).norm() / truth.norm())
-            worst = max(worst, error if error == error else float("inf"))
-    return worst
-
-
-def poisoned(layers: int, heads: int, dim: int, tokens: int, dtype: torch.dtype, page: int) -> Rows:
-    rows = make_rows(layers, heads, dim, tokens, dtype, DEVICE, page=page)
-    for layer in (*rows.keys, *rows.values):
-        layer.fill_(float("nan"))
-    return rows
-
-
-def checks(clock: Clock) -> list[dict[str, Any]]:
-    """The full matrix of shapes; forms of rotation, pages and weights take turns over it."""
-    found = []
-    forms = itertools.cycle(
-        itertools.product(
-            (torch.bfloat16, torch.float32), ("half", "interleaved"), (1.0, 0.5), (1, 16, 64), (False, True)
-        )
-    )
-    for support, tokens, k, dim, heads in itertools.product(
-        ("full", "head-local"), (1, 63, 1000), (1, 3, 8, 9), (64, 80, 96, 128, 256), (1, 2, 3, 8)
-    ):
-        dtype, pairing, part, page, int8 = next(forms)
-        row = {
-            "support": support, "tokens": tokens, "k": k, "dim": dim, "heads": heads,
-            "dtype": str(dtype).removeprefix("torch."), "pairing": pairing, "partial": part, "page": page,
-            "int8": int8,
-        }  # fmt: skip
-        if not clock.has(0):
-            break
-        chosen = tuple(tuple(range(t % 2, t % 2 + k)) for t in range(3))
-        plan = Plan(support, chosen, heads, dim, heads, dim)
-        weights = make_weights(plan, dtype, DEVICE)
-        weights = weights.quantized() if int8 else weights
-        source = make_rows(10, heads, dim, tokens, dtype, DEVICE, page=page)
-        target = poisoned(3, heads, dim, tokens, dtype, page)
-        wide = make_table(int(dim * part) // 2 * 2, tokens, DEVICE)
-        table = RotaryTable(wide.cos * 1.2, wide.sin * 1.2, pairing, 1.2)
-        try:
-            applier = TritonApplier(weights, table, device=DEVICE, dtype=dtype)
-            finite = int(applier.apply(source, target, table, table))
-            error = error_of(weights, dtype, source, target, table, table, [0, 1, 2])
-            first = target.keys[2].clone()
-            applier.apply(source, target, table, table)
-            same = torch.equal(first.nan_to_num(7), target.keys[2].nan_to_num(7))
-            row |= {"relative_error": f"{error:.1e}", "finite": finite, "deterministic": same}
-            row["good"] = error < TOLERANCE[dtype] and finite == 1 and same
-        except Exception as failure:  # one shape that does not compile must not hide the others
-            row |= {"relative_error": "", "finite": "", "deterministic": "", "good": False}
-            print(f"FAILED {row}: {str(failure)[:300]}", flush=True)
-        found.append(row)
-    return found
-
-
 def arriving(tokens: int = 8192) -> dict[str, Any]:
     """Blocks of 64 tokens in host memory, mapped as they land, beside one copy of all and then the map."""
     pair, dtype = PAIRS[MAIN], torch.bfloat16
     plan = make_plan(pair, "head-local")
     layers, heads, dim = pair.source
     blocks = [torch.randn(layers, 2, 64, heads, dim).to(dtype) for _ in range(tokens // 64)]
-    target = poisoned(plan.layers, *pair.target[1:], tokens, dtype, 1)
+    target = poisoned(plan.layers, *pair.target[1:], tokens, dtype, 1, DEVICE)
     strip, rotate = make_table(pair.source[2], tokens, DEVICE), make_table(pair.target[2], tokens, DEVICE)
     applier = TritonApplier(make_weights(plan, dtype, DEVICE), rotate, device=DEVICE, dtype=dtype)
     lane = CudaLane(torch.device(DEVICE))
@@ -184,7 +114,7 @@ def measure(
     dense = make_weights(plan, dtype, DEVICE)
     weights = dense.quantized() if int8 else dense
     source = make_rows(pair.source[0], *pair.source[1:], tokens, dtype, DEVICE, page=64)
-    target = poisoned(plan.layers, *pair.target[1:], tokens, dtype, 64)
+    target = poisoned(plan.layers, *pair.target[1:], tokens, dtype, 64, DEVICE)
     strip, rotate = make_table(pair.source[2], tokens, DEVICE), make_table(pair.target[2], tokens, DEVICE)
     applier = TritonApplier(weights, rotate, device=DEVICE, dtype=dtype)
 
@@ -202,6 +132,8 @@ def measure(
         for tile, milliseconds in sorted(times.items(), key=lambda item: item[1]):
             print(f"  {support} {tokens}: {milliseconds:8.2f} ms {tile}", flush=True)
         best = min(times, key=times.__getitem__)
+        known = 90 if describe(torch.device(DEVICE)).capability >= 90 else 80
+        print(f'  for TABLE in tiles.py: ({known}, "{support}", ANY): {best},', flush=True)
     ours()
     error = (
         error_of(weights, dtype, source, target, strip, rotate, [0, plan.layers - 1])
@@ -277,10 +209,13 @@ def main() -> None:
         (MAIN, support, tokens, False) for tokens in (64, 32768) for support in ("full", "head-local")
     ]
     plan_of_work += [(MAIN, support, 32768, True) for support in ("full", "head-local")]
-    checked = checks(Clock(min(180, options.seconds / 2)))
+    limit = Clock(min(180, options.seconds / 2))
+    checked = checks(lambda: limit.has(0))
     bad = sum(not row["good"] for row in checked)
-    print(f"{len(checked)} shapes checked, {bad} wrong", flush=True)
-    save(options.out, "apply_gpu_checks.csv", checked)
+    about |= {"checked": len(checked), "shapes": len(shapes()), "wrong": bad}
+    print(f"{len(checked)} of {len(shapes())} shapes checked, {bad} wrong", flush=True)
+    if checked:
+        save(options.out, "apply_gpu_checks.csv", checked)
     try:
         about["arriving"] = arriving()
     except Exception as failure:
@@ -313,9 +248,7 @@ def main() -> None:
         print(" ".join(f"{key} {rows[-1][key]}" for key in shown), flush=True)
         save(options.out, "apply_gpu.csv", rows)
         torch.cuda.empty_cache()
-    (options.out / "apply_gpu.json").write_text(
-        json.dumps(about | {"checked": len(checked), "wrong": bad, "rows": len(rows)}, indent=1) + "\n"
-    )
+    (options.out / "apply_gpu.json").write_text(json.dumps(about | {"rows": len(rows)}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Tile shapes of the Triton kernels, by GPU, support and number of tokens: a shipped table.
 
-`benchmarks/gpu_apply.py --tune` measures the candidates and prints a new one.
+`benchmarks/gpu_apply.py --tune` measures the candidates for long prompts and prints their new lines.
 """
 
 from __future__ import annotations
