@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvhub.cli import output
-from kvhub.errors import BadInput
+from kvhub.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:
     from kvhub_registry import MapperRow
@@ -40,6 +40,14 @@ def command(repository: str | None, locked: bool, path: Path) -> None:
     """
     if locked == (repository is not None):
         raise BadInput("name a repository, or give --locked", "kvhub pull ORG/NAME")
+    try:
+        _pull(repository, path)
+    except Corrupt as error:
+        error.hint = error.hint or "pull again; where it stays so, the repository itself is damaged"
+        raise
+
+
+def _pull(repository: str | None, path: Path) -> None:
     if repository is None:
         from kvhub.hub.locked import pull_locked
 

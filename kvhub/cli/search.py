@@ -59,7 +59,15 @@ def command(
         from kvhub.hub.search import search
 
         known = {one.digest: one.state for one in listed()}
-        hits = search(text, source=source, target=target, family=family, author=author, known=known)
+        hits = search(
+            text,
+            source=source,
+            target=target,
+            family=family,
+            author=author,
+            known=known,
+            note=output.note,
+        )
         records = [_remote(hit) for hit in hits]
     if form == "json":
         output.as_json_lines(records)

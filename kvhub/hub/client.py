@@ -6,17 +6,21 @@ httpx2): nothing here names one.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, TypeVar
 
 from kvhub import __version__
 from kvhub.errors import AccessDenied, BadInput, Corrupt, KvhubError, NotFound, Unreachable
 from kvhub.files import is_full
 from kvhub.hub.reference import parse
+from kvhub.model.resolve import quiet_client
 from kvhub.strict_json import shown
 
 if TYPE_CHECKING:
@@ -52,6 +56,7 @@ def api() -> HfApi:
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    quiet_client()
     if "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
         disable_progress_bars()  # one bar of ours, not one for each file
     endpoint = os.environ.get("HF_ENDPOINT") or None
@@ -112,6 +117,8 @@ def explain(error: Exception, what: str, revision: str | None = None) -> KvhubEr
     if isinstance(error, hub.GatedRepoError):
         return AccessDenied(f"{what} is gated", f"ask for access on its page, then {LOGIN}")
     if isinstance(error, hub.RevisionNotFoundError):
+        if revision is None:
+            return NotFound(f"the Hub does not find the commit of {what} that it named", "try again")
         return NotFound(f"{what} has no revision {revision!r}", "a branch, a tag or a commit")
     if isinstance(error, hub.RepositoryNotFoundError):
         return NotFound(
@@ -128,7 +135,7 @@ def explain(error: Exception, what: str, revision: str | None = None) -> KvhubEr
         return KvhubError(
             "the disk is full", "make room, or set KVHUB_HOME to another disk; nothing was kept"
         )
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == errno.EROFS):
         return AccessDenied(f"may not write {error.filename}", "set KVHUB_HOME to a directory of yours")
     if _lacks_xet(error):
         return NoXet(f"the Hub has no xet storage for {what}", "set HF_HUB_DISABLE_XET=1")
@@ -169,10 +176,23 @@ def _wait(error: Exception, attempt: int) -> float | None:
     if status != 429 and status < 500:
         return None
     response = getattr(error, "response", None)
-    asked = str(getattr(response, "headers", {}).get("Retry-After", ""))
-    if asked.isdigit():
-        return float(asked) if float(asked) <= LONGEST_WAIT else None
+    asked = _seconds(str(getattr(response, "headers", {}).get("Retry-After", "")).strip())
+    if asked is not None:
+        return asked if asked <= LONGEST_WAIT else None
     return 2.0**attempt * random.uniform(0.5, 1.0)
+
+
+def _seconds(asked: str) -> float | None:
+    """What Retry-After asks for: seconds, or a date (RFC 9110, 10.2.3); None where it is neither."""
+    if asked.isascii() and asked.isdigit():
+        return float(asked)
+    try:
+        when = parsedate_to_datetime(asked)
+    except ValueError:
+        return None
+    if when.tzinfo is None:  # "-0000": of no zone in particular
+        when = when.replace(tzinfo=UTC)
+    return max(0.0, (when - datetime.now(UTC)).total_seconds())
 
 
 def _lacks_xet(error: Exception) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 LIMITS = {MANIFEST: MANIFEST_LIMIT, EVIDENCE: EVIDENCE_LIMIT, SIGNATURE: SIGNATURE_LIMIT}
 """Bytes of the files that no manifest vouches for."""
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 MOST = 1000
 """Mappers of one repository that are looked at."""
 
@@ -81,7 +83,7 @@ def check_listing(info: ModelInfo, repo_id: str) -> None:
         known = isinstance(sibling.rfilename, str) and isinstance(sibling.blob_id, str | None)
         if not known or type(sibling.size) not in (int, type(None)):
             raise Corrupt(f"the Hub lists the files of {repo_id} in a form that is none")
-    if not isinstance(info.sha, str):
+    if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
         raise Corrupt(f"the Hub names no commit of {repo_id}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -48,10 +48,12 @@ def search(
     author: str | None = None,
     known: Mapping[str, str] | None = None,
     limit: int = LIMIT,
+    note: Callable[[str], None] | None = None,
 ) -> list[Hit]:
     """Mappers of this pair that repositories say they hold, those of the most downloaded first.
 
-    known: state by digest in the registry, to say what is here already. Errors: the client's.
+    known: state by digest in the registry, to say what is here already. limit: repositories; note: told
+    where there are more. Errors: the client's.
     """
     filters = ["kvhub"]
     filters += [f"kvhub-source:{tag(source)}"] if source else []
@@ -66,12 +68,14 @@ def search(
                 search=text,
                 author=author,
                 sort="downloads",
-                limit=limit,
+                limit=limit + 1,
                 expand=["cardData", "sha", "downloads", "lastModified", "tags", "gated"],
             )
         ),
     )
-    hits = [hit for info in found for hit in _hits(info, known or {})]
+    if len(found) > limit and note is not None:
+        note(f"only the {limit} repositories of the most downloads were looked at: narrow it down for others")
+    hits = [hit for info in found[:limit] for hit in _hits(info, known or {})]
     # The tags are those of all mappers in a repository together.
     hits = [
         hit

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import re
+import warnings
 from pathlib import Path
 
 from kvhub.errors import AccessDenied, BadInput, KvhubError, NotFound, Unreachable
+from kvhub.files import is_full
 
 _REPOSITORY = re.compile(r"^[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}$")
 _REVISION = re.compile(r"^[A-Za-z0-9][\w./-]{0,254}$")
@@ -43,13 +48,14 @@ def _download(repository: str, revision: str | None, patterns: list[str]) -> Pat
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    quiet_client()
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except HFValidationError:
         raise NotFound(f"no such model: {repository}") from None
     except LocalEntryNotFoundError as error:
         # The client says so of a Hub that refused just as of one that is not there.
-        if getattr(error.__cause__, "response", None) is not None:
+        if getattr(error.__cause__, "response", None) is not None or _of_disk(error.__cause__):
             raise explained(error.__cause__, repository, revision) from error
         raise Unreachable(
             f"cannot reach the Hub for {repository}, and it is not in the local cache",
@@ -57,6 +63,20 @@ def _download(repository: str, revision: str | None, patterns: list[str]) -> Pat
         ) from None
     except Exception as error:
         raise explained(error, repository, revision) from error
+
+
+def quiet_client() -> None:
+    """The client's warnings would stand before our one line and say the same; HF_HUB_VERBOSITY keeps them."""
+    from huggingface_hub.utils.logging import set_verbosity
+
+    if "HF_HUB_VERBOSITY" not in os.environ:
+        set_verbosity(logging.CRITICAL)
+        warnings.filterwarnings("ignore", module=r"huggingface_hub(\.|$)")
+
+
+def _of_disk(error: BaseException | None) -> bool:
+    known = (errno.EACCES, errno.EPERM, errno.EROFS)
+    return isinstance(error, OSError) and (is_full(error) or error.errno in known)
 
 
 def explained(error: BaseException | None, repository: str, revision: str | None) -> KvhubError:
@@ -71,6 +91,8 @@ def explained(error: BaseException | None, repository: str, revision: str | None
     if isinstance(error, GatedRepoError):
         return AccessDenied(f"{repository} is gated", hint)
     if isinstance(error, RevisionNotFoundError):
+        if revision is None:
+            return NotFound(f"the Hub does not find the commit of {repository} that it named", "try again")
         return NotFound(f"{repository} has no revision {revision!r}")
     if isinstance(error, RepositoryNotFoundError):
         return NotFound(f"no such model: {repository} (neither a directory nor a Hub repository)", hint)
@@ -81,6 +103,14 @@ def explained(error: BaseException | None, repository: str, revision: str | None
         return NotFound(f"{repository} is not on the Hub")
     if status is not None:
         return Unreachable(f"the Hub answered {status} for {repository}", "try again later")
+    if error is not None and _of_disk(error) and not is_full(error):
+        from huggingface_hub import constants
+
+        place = getattr(error, "filename", None) or constants.HF_HUB_CACHE
+        return AccessDenied(
+            f"cannot store {repository}: the Hub's cache cannot be written ({place})",
+            "set HF_HOME to a directory of yours",
+        )
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
         return KvhubError(
             f"cannot store {repository}: {error.strerror}", "free some disk space, or set HF_HOME"

@@ -132,6 +132,14 @@ def test_ctrl_c_in_a_push_does_not_wait_for_the_upload(shell, hub: LoopbackHub, 
     assert process.returncode == 130 and "Traceback" not in err, err
 
 
+def test_a_flipped_byte_comes_with_what_to_do(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    publishable(tmp_path / "made")
+    shell.run("push", tmp_path / "made", REPO)
+    blob = hub.store.lfs / str(hub.store.repos[REPO].head.tree["model.safetensors"].lfs)
+    blob.write_bytes(blob.read_bytes()[:-1] + b"\xff")
+    assert "Hint: pull again" in shell.run("pull", REPO, code=6).stderr
+
+
 def test_two_pulls_at_once(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     manifest = publishable(tmp_path / "made")
     shell.run("push", tmp_path / "made", REPO)
