@@ -13,8 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvhub_registry import MapperRow
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "demo")]
@@ -65,6 +70,19 @@ def main() -> int:
     (ROOT / "benchmarks" / "results").mkdir(exist_ok=True)
     (ROOT / "benchmarks" / "results" / "hub_processes.json").write_text(json.dumps(found, indent=2) + "\n")
     return int(any(isinstance(value, dict) and value["faults"] for value in found.values()))
+
+
+def repeated(rows: list[MapperRow]) -> list[str]:
+    """What the primary key does not keep apart: rows of one directory, or a place twice in a row."""
+    faults = []
+    if len({Path(row.path).resolve() for row in rows}) != len(rows):
+        faults.append("two mappers of one directory")
+    for row in rows:
+        places = Counter((place.repo_id, place.commit) for place in row.locations)
+        faults += [f"{row.digest[:12]} is {n} times at {repo}" for (repo, _), n in places.items() if n > 1]
+        if len(set(row.aliases)) != len(row.aliases):
+            faults.append(f"{row.digest[:12]} has an alias twice")
+    return faults
 
 
 def run(url: str, rounds: int, processes: int) -> dict[str, object]:
@@ -118,8 +136,7 @@ def run(url: str, rounds: int, processes: int) -> dict[str, object]:
         alive = [row for row in rows if row.state.value == "ready"]
         if len(alive) != wanted:
             faults.append(f"{len(alive)} ready mappers, not {wanted}")
-        if len({row.digest for row in rows}) != len(rows):
-            faults.append("a mapper twice")
+        faults += repeated(rows)
         for row in rows:
             if row.state.value == "retired" and not Path(row.path).exists():
                 continue  # gc leaves the row in a registry that others may share
