@@ -108,7 +108,7 @@ _FEW = 4
     help="One model at a time, its caches of the text on disk.",
 )  # fmt: skip
 @click.option(
-    "--max-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",
+    "--max-memory", type=click.FloatRange(min=0, max=1e6, min_open=True), metavar="GB",
     help="Use no more than this, instead of what is free.",
 )  # fmt: skip
 @click.option(
@@ -169,6 +169,8 @@ def command(
     from kvhub.fit.source_text import Texts
     from kvhub.settings import Settings
 
+    if max_memory is not None and max_memory != max_memory:  # a range lets NaN through
+        raise BadInput("--max-memory nan is not a number of gigabytes", "--max-memory 8")
     longest, lengths = parse_lengths(length)
     if family == "mlp" and recipe == "default":
         recipe = "ridge"  # the same rows and layers; what the default adds is for matrices

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvhub.errors import Corrupt, KvhubError
 from kvhub.files import writing
 from kvhub.fit.capture import Capture
-from kvhub.fit.store import raw_bytes, write_bytes, write_tensors
+from kvhub.fit.store import raw_bytes, sweep, write_bytes, write_tensors
 from kvhub.fit.text import token_digest
 from kvhub.model.identity import ModelIdentity, canonical_json
 from kvhub.model.rope import rotary_table
@@ -41,8 +41,7 @@ class CaptureStore:
         """Make the directory. Errors: `AccessDenied`, `KvhubError`."""
         with writing(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            for path in self.directory.glob(".writing-*"):  # of a process that was killed
-                path.unlink(missing_ok=True)
+            sweep(self.directory)
         described = self.directory / "model.json"
         if not described.exists():
             write_bytes(described, canonical_json(self.identity.model_dump(mode="json")) + b"\n")

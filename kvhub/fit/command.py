@@ -19,7 +19,7 @@ from kvhub.fit.captures import CaptureStore, demand_disk
 from kvhub.fit.checkpoint import Checkpoint, fit_key
 from kvhub.fit.distill.schedule import Distill, demand_tail
 from kvhub.fit.expect import Expected, distil_windows, solve_seconds
-from kvhub.fit.memory import Budget, budget, demand_memory, free_memory
+from kvhub.fit.memory import Budget, budget, demand_memory, free_memory, release
 from kvhub.fit.places import Stored, demand_space, places, write
 from kvhub.fit.recipes.normalise import normalises
 from kvhub.fit.run import Fitted, Progress, demand_possible, fit_sides
@@ -88,14 +88,18 @@ def fit(
     if options.k_as_possible and isinstance(settings.k, int):
         most = min(one.geometry.num_layers, other.geometry.num_layers if both else settings.k)
         settings = replace(settings, k=min(settings.k, most))
-    if options.output is not None:
-        demand_writable(options.output)
+    for option, place in (("output", options.output), ("checkpoint", options.checkpoint)):
+        if place is not None:
+            demand_writable(place, f"--{option}")
+    if options.captures is not None:
+        demand_writable(options.captures, "--captures")
     _demand_context((one, other), settings)
     kept = Settings.load()
     where = places(one, other, settings, both, options.output)
     demand_possible(one.geometry, other.geometry, settings, both=both)
     tokenizer = load_tokenizer(paths[0])
     settings, windows = _windows(corpora(tokenizer), tokenizer, settings, options)
+    release()  # the text
     rows = windows.rows(settings.stride, settings.exact_prefix)
     demand_possible(one.geometry, other.geometry, settings, both=both, rows=rows)
     demand_space(options.output or kept.mappers, one.geometry, other.geometry, settings, both)
@@ -223,11 +227,13 @@ def _describe(
     }
 
 
-def demand_writable(place: Path) -> None:
-    """Refuse a place that cannot be written before hours are spent. Errors: `AccessDenied`."""
+def demand_writable(place: Path, option: str = "--output") -> None:
+    """Refuse a place that cannot be a directory, early. Errors: `AccessDenied`, `BadInput`."""
     there = next(parent for parent in (place.absolute(), *place.absolute().parents) if parent.exists())
+    if not there.is_dir():
+        raise BadInput(f"{option} {place}: {there} is a file, not a directory", f"give another {option}")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise AccessDenied(f"{place} may not be written", "give another --output, or make it writable")
+        raise AccessDenied(f"{place} may not be written", f"give another {option}, or make it writable")
 
 
 def _demand_free(place: Path, checkpoint: Checkpoint) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,6 +119,13 @@ def demand_memory(needed: int, *, hint: str, available: int | None = None) -> No
             " (moments: 16 * F_s * (F_s + F_t) bytes, F = layers * kv_heads * head_dim)",
             hint,
         )
+
+
+def release() -> None:
+    """Give back to the system what was freed: glibc keeps it, and the next stage would come on top of it."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library has no such call
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def free_memory() -> int | None:

@@ -16,7 +16,7 @@ from kvhub.fit.accumulate import Progress, accumulate, fill_captures, moments_de
 from kvhub.fit.blocks import solve_in_blocks
 from kvhub.fit.calibration import CalibrationSet, row_positions
 from kvhub.fit.checkpoint import Checkpoint
-from kvhub.fit.memory import demand_memory, moment_bytes
+from kvhub.fit.memory import demand_memory, moment_bytes, release
 from kvhub.fit.moments import PairMoments
 from kvhub.fit.recipes.first import LOOK, settled
 from kvhub.fit.recipes.normalise import check_norms, normalises, norms_of
@@ -149,6 +149,7 @@ def fit_sides(
     )
     if not team.first:
         return []
+    release()  # the windows' buffers
     found = []
     selections: list[Selection | None] = []
     total = sum(two.identity.geometry.num_layers for _, two in pairs)
@@ -181,6 +182,7 @@ def fit_sides(
         selections.append(selection)
         del sums
     del moments
+    release()
     found = train_all(pairs, found, windows, settings, checkpoint, tell)
     return _fitted(pairs, found, selections, windows, settings, checkpoint, tell)
 

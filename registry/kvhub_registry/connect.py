@@ -187,8 +187,13 @@ def _explain(detail: str, place: str) -> RegistryError:
     line = detail.splitlines()[0] if detail else "no detail"
     low = detail.lower()
     rebuild = "move the file away; kvhub register puts the mappers that are here back"
-    if "not a database" in low or "malformed" in low or "disk i/o error" in low:
+    if "not a database" in low or "malformed" in low:
         return Damaged(f"the registry at {place} is damaged: {line}", rebuild)
+    if "disk i/o error" in low:  # also what a quota and a largest file size look like: no sign of damage
+        return Full(
+            f"the registry at {place} could not be read or written: {line}",
+            "check the space, the quota and the file size limit there (df, quota, ulimit -f), then try again",
+        )
     if "database is locked" in low:
         return Unavailable(f"another process holds the registry at {place}", "wait for it, then try again")
     if "disk is full" in low or "no space left" in low:

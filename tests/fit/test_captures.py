@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,3 +133,36 @@ def test_memory_is_printed_and_what_cannot_fit_is_refused(
     assert "0.3 GB are free" in error and "--low-memory" in error and "running" not in error
     assert run(pair.arguments()) == 0
     assert "memory: 0.6 GB at the peak" in capsys.readouterr().err
+
+
+def test_preparing_leaves_what_a_living_process_writes(tmp_path: Path) -> None:
+    store = CaptureStore(tmp_path / "captures", load_model(make_tiny(tmp_path / "m")).identity)
+    store.prepare()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    living, killed, old = (
+        store.directory / f".writing-{name}" for name in (f"{os.getppid()}-a", f"{gone.pid}-a", "a")
+    )
+    for path in (living, killed, old):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    store.prepare()
+    assert living.exists() and not killed.exists() and not old.exists()
+
+
+@pytest.mark.parametrize("amount", ["nan", "inf", "1e300"])
+def test_memory_that_is_no_number_is_a_usage_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], amount: str
+) -> None:
+    assert run(Pair.make(tmp_path).arguments("--max-memory", amount)) == 2
+    assert "bug" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--output", "--checkpoint", "--captures"])
+def test_a_file_where_a_directory_is_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    (tmp_path / "file").write_text("x")
+    assert run(Pair.make(tmp_path).arguments(option, str(tmp_path / "file"))) == 2
+    error = capsys.readouterr().err
+    assert "is a file, not a directory" in error and f"give another {option}" in error

@@ -157,6 +157,12 @@ def test_the_same_seed_and_an_interruption_give_the_same_bits(
     assert seen == [4, 5, 6]
     assert same(whole, resumed) and whole.training == resumed.training
     seen.clear()
+    damaged = bytearray(place.read_bytes())
+    damaged[-9] ^= 0x40
+    (tmp_path / "damaged").write_bytes(damaged)
+    restarted = ready.distil(progress=tmp_path / "damaged", tell=lambda done, total: seen.append(done))
+    assert seen[0] == 0 and same(whole, restarted)
+    seen.clear()
     again = ready.distil(progress=place, tell=lambda done, total: seen.append(done))
     assert seen == [6] and same(whole, again)  # stopped before the mapper was written: nothing is done twice
     place.write_bytes(b"damaged")

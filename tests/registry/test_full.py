@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,21 @@ def test_a_registry_with_mappers(tmp_path: Path) -> None:
             assert [row.digest for row in registry.list()] == [first.digest] and not registry.health()
             registry.register(second)
         assert quick_get(database, second.digest) is not None
+
+
+def test_a_largest_file_size_is_not_damage(tmp_path: Path) -> None:
+    database = tmp_path / "registry.db"
+    with Registry.open(f"sqlite:///{database}") as registry:
+        registry.register(mapper_record(0))
+    program = (
+        "import resource, sys; from kvhub_registry import Full, Registry\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try:\n"
+        "    with Registry.open(sys.argv[1]) as registry: registry.remove(sys.argv[2])\n"
+        "except Full as error: print(error, error.hint)\n"
+    )
+    given = [sys.executable, "-c", program, f"sqlite:///{database}", mapper_record(0).digest]
+    said = subprocess.run(given, capture_output=True, text=True, check=False)
+    assert "could not be" in said.stdout and "ulimit" in said.stdout, said.stderr
+    with Registry.open(f"sqlite:///{database}") as registry:
+        assert len(registry.list()) == 1 and not registry.health()

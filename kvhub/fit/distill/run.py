@@ -31,7 +31,7 @@ from kvhub.fit.recipes.normalise import inverse, norm_in
 from kvhub.fit.settings import FitSettings
 from kvhub.fit.side import Side
 from kvhub.fit.solve import Solved
-from kvhub.fit.store import write_tensors
+from kvhub.fit.store import checksum, write_tensors
 from kvhub.model.identity import Geometry
 from kvhub.model.placement import input_device
 
@@ -40,6 +40,7 @@ CURVE = 64
 """Points of the loss curve that a manifest keeps."""
 _EVERY = 10
 """Steps between writes of the progress."""
+_PARTS = ("now", "kept", "first", "second")
 
 
 @dataclass
@@ -260,25 +261,32 @@ def _save(path: Path, state: _State, trained: Sequence[Tensor], adam: torch.opti
         tensors[f"{number}.first"], tensors[f"{number}.second"] = moments["exp_avg"], moments["exp_avg_sq"]
     tensors["curve"] = torch.tensor(state.curve, dtype=torch.float64)
     tensors["checks"] = torch.tensor([state.best, *state.checks], dtype=torch.float64)
-    write_tensors(path, tensors, {"done": str(state.done)})
+    write_tensors(path, tensors, {"done": str(state.done), "checksum": checksum(tensors, str(state.done))})
 
 
 def _restored(path: Path | None, trained: Sequence[Tensor], adam: torch.optim.Adam) -> _State | None:
-    """What `_save` wrote, put back; None where there is nothing, or nothing usable."""
+    """What `_save` wrote, put back; None, and nothing changed, where there is nothing or it is damaged."""
     if path is None or not path.is_file():
         return None
-    with suppress(SafetensorError, OSError, KeyError, RuntimeError, ValueError):
+    with suppress(SafetensorError, OSError, KeyError, RuntimeError, ValueError, TypeError):
         with safe_open(path, framework="pt") as file:
             found = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            done = int(file.metadata()["done"])
-        kept = [found[f"{number}.kept"].to(tensor.device) for number, tensor in enumerate(trained)]
-        for number, tensor in enumerate(trained):
-            tensor.copy_(found[f"{number}.now"])
+            about = dict(file.metadata())
+        if about["checksum"] != checksum(found, about["done"]):
+            return None
+        done = int(about["done"])
+        curve, (best, *checks) = found["curve"].tolist(), found["checks"].tolist()
+        parts = [[found[f"{n}.{name}"] for name in _PARTS] for n in range(len(trained))]
+        pairs = zip(parts, trained, strict=True)
+        if any(part.shape != tensor.shape for row, tensor in pairs for part in row):
+            return None
+        for tensor, (now, _, first, second) in zip(trained, parts, strict=True):
+            tensor.copy_(now)
             adam.state[tensor] = {
                 "step": torch.tensor(float(done)),
-                "exp_avg": found[f"{number}.first"].to(tensor.device),
-                "exp_avg_sq": found[f"{number}.second"].to(tensor.device),
+                "exp_avg": first.to(tensor.device),
+                "exp_avg_sq": second.to(tensor.device),
             }
-        best, *checks = found["checks"].tolist()
-        return _State(done, found["curve"].tolist(), checks, best, kept)
+        kept = [row[1].to(tensor.device) for row, tensor in zip(parts, trained, strict=True)]
+        return _State(done, curve, checks, best, kept)
     return None
