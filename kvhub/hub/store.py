@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,8 +35,12 @@ def staging(store: Path) -> Iterator[Path]:
             directory.mkdir(mode=0o700)
             yield directory
         finally:
-            shutil.rmtree(directory, ignore_errors=True)
-            if not directory.exists():  # else a download is still ending in it: swept next time
+            for _ in range(20):  # a download that is still ending may write once more while this removes
+                shutil.rmtree(directory, ignore_errors=True)
+                if not directory.exists():
+                    break
+                time.sleep(0.05)
+            if not directory.exists():  # else it is swept next time
                 _lock_path(directory).unlink(missing_ok=True)
 
 
