@@ -12,18 +12,16 @@ Writes `benchmarks/results/apply_cpu.csv`, or `apply_cpu_small.csv` for the smal
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.forward import forward_seconds
-from benchmarks.machine import RESULTS, describe
+from benchmarks.machine import RESULTS, describe, write_csv
 from benchmarks.shapes import PAIRS, eager, make_plan, make_rows, make_table, make_weights, per_head
 from kvhub_kernels.cpu import CpuApplier
 from kvhub_kernels.reference import map_layer_reference
@@ -137,13 +135,6 @@ def measure(
     }
 
 
-def save(file: Path, rows: list[dict[str, Any]]) -> None:
-    with file.open("w", newline="") as opened:
-        writer = csv.DictWriter(opened, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -165,7 +156,6 @@ def main() -> None:
     clock = time.process_time if options.threads == 1 else time.perf_counter
     top = ceilings(clock)
     layers: dict[tuple[str, torch.dtype, int], float] = {}
-    RESULTS.mkdir(exist_ok=True)
     file = RESULTS / ("apply_cpu.csv" if options.pairs == "all" else "apply_cpu_small.csv")
     for name, support, dtype, tokens in cases:
         key = name, dtype, tokens
@@ -177,7 +167,7 @@ def main() -> None:
             ", ".join(f"{key} {value}" for key, value in rows[-1].items() if key not in ("device", "k")),
             flush=True,
         )
-        save(file, rows)  # what was measured stays if a later one fails
+        write_csv(file, rows)  # what was measured stays if a later one fails
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ Some minutes on two cores. Writes `benchmarks/results/apply_compiled.csv`; with 
 from __future__ import annotations
 
 import argparse
-import csv
 from dataclasses import asdict, fields
 
-from benchmarks.machine import RESULTS
+from benchmarks.machine import RESULTS, write_csv
 from kvhub_kernels.compiled import CAPABILITIES, Resources, compile_all
 
 FILE = RESULTS / "apply_compiled.csv"
@@ -29,10 +28,7 @@ def main() -> None:
         rows.append(asdict(found))
         print(", ".join(str(value) for value in rows[-1].values()), flush=True)
     if options.capability is None:
-        with FILE.open("w", newline="") as file:
-            writer = csv.DictWriter(file, HEADER, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(FILE, rows)
 
 
 if __name__ == "__main__":

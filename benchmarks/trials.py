@@ -31,6 +31,7 @@ from kvhub.model.rope import rotary_table
 from kvhub.study.bundle import Bundle
 from kvhub.study.measure import ArmScores, measure
 from kvhub.study.pair import StudyPair, StudyText
+from kvhub_kernels.normalise import normalise
 from kvhub_kernels.rotary import apply_rope, strip_rope
 
 KINDS = ("weights", "pooled", "k-norm", "own-layers", "by-layer")
@@ -60,7 +61,7 @@ class Mapping:
                 for side, x in zip(pair, inputs, strict=True)
             )
             if self.norms is not None:
-                key = self.norms[number] * key / key.square().mean(-1, keepdim=True).add(1e-6).sqrt()
+                key = normalise(key, self.norms[number])
             found[0].append(apply_rope(key, turn).to(dtype))
             found[1].append(value.to(dtype))
         return KvRows(tuple(found[0]), tuple(found[1]))

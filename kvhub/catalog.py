@@ -248,8 +248,10 @@ def remove_locked(
     The files are put aside in the transaction that forgets the row: a crash on the way leaves leftovers for
     `kvhub gc`, never files that could pass for a mapper that somebody still wants.
     """
+    from kvhub.hub import store
+
     directory = files_of(row, settings)
-    aside = directory.with_name(f".removed-{directory.name}")
+    aside = store.aside(directory)
     shutil.rmtree(aside, ignore_errors=True)
     kept, moved = "", False
 

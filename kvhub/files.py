@@ -20,11 +20,16 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def is_denied(error: BaseException) -> bool:
+    """Whether rights forbid it, or the disk may only be read."""
+    return isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == errno.EROFS)
+
+
 def unwritable(path: Path, error: OSError, hint: str = "check who owns it") -> KvhubError:
     """What to say where `path` could not be written. hint: for whom may not write there."""
     if is_full(error):
         return KvhubError(f"cannot write {path}: the disk is full", ROOM)
-    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+    if is_denied(error):
         return AccessDenied(f"{path} may not be written", hint)
     return KvhubError(f"cannot write {path}: {error.strerror or error}")
 

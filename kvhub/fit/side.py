@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from kvhub.errors import Incompatible
 from kvhub.fit.capture import Capture, capture
 from kvhub.fit.captures import CaptureStore
 from kvhub.model.identity import ModelIdentity
+from kvhub.model.k_norm import k_norm_weights
 
 if TYPE_CHECKING:
     from kvhub.model.load import LoadedModel
@@ -50,6 +52,12 @@ class Side:
     def of(cls, model: LoadedModel, store: CaptureStore | None = None) -> Side:
         """A model that is loaded."""
         return cls(model.identity, model=model, store=store, path=model.path)
+
+    @cached_property
+    def k_norm(self) -> Tensor:
+        """The weights of the model's k_norm (`k_norm_weights`), read once."""
+        assert self.path is not None
+        return k_norm_weights(self.path, self.identity)
 
     @property
     def complete(self) -> bool:

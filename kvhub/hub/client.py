@@ -6,7 +6,6 @@ httpx2): nothing here names one.
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import time
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvhub import __version__
 from kvhub.errors import AccessDenied, BadInput, Corrupt, KvhubError, NotFound, Unreachable
-from kvhub.files import is_full
+from kvhub.files import is_denied, is_full
 from kvhub.hub.reference import parse
 from kvhub.model.resolve import quiet_client
 from kvhub.strict_json import shown
@@ -135,7 +134,7 @@ def explain(error: Exception, what: str, revision: str | None = None) -> KvhubEr
         return KvhubError(
             "the disk is full", "make room, or set KVHUB_HOME to another disk; nothing was kept"
         )
-    if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == errno.EROFS):
+    if isinstance(error, OSError) and is_denied(error):
         return AccessDenied(f"may not write {error.filename}", "set KVHUB_HOME to a directory of yours")
     if _lacks_xet(error):
         return NoXet(f"the Hub has no xet storage for {what}", "set HF_HUB_DISABLE_XET=1")

@@ -23,7 +23,7 @@ from kvhub.hub.download import Progress
 from kvhub.hub.figures import figures
 from kvhub.hub.index import AUTOMATIC, Entry, automatic
 from kvhub.hub.reference import Reference, is_revision, parse
-from kvhub.hub.remote import check_listing, mapper_folders
+from kvhub.hub.remote import blob_id, check_listing, mapper_folders
 from kvhub.hub.upload import upload
 from kvhub.settings import Settings
 from kvhub.store.signature import read_signature
@@ -208,7 +208,7 @@ def _unlike(head: ModelInfo, files: Mapping[str, Path | bytes], known: Mapping[s
         data = content if isinstance(content, bytes) else content.read_bytes()
         if sibling.lfs:
             return bool(sibling.lfs.sha256 == hashlib.sha256(data).hexdigest())
-        return bool(sibling.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest())
+        return bool(sibling.blob_id == blob_id(data))
 
     return [name for name, content in files.items() if not same(name, content)]
 

@@ -163,8 +163,13 @@ def download(hub: HfApi, remote: Remote, name: str, staged: Path) -> None:
     )
     if remote.blobs.get(name) and name in LIMITS:
         data = (staged / path).read_bytes()
-        if hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() != remote.blobs[name]:
+        if blob_id(data) != remote.blobs[name]:
             raise Corrupt(f"{name} of {reference.place} is not what was committed", "try again")
+
+
+def blob_id(data: bytes) -> str:
+    """Git's name of a file that holds `data`."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 def _some(folders: Sequence[str]) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvhub.hub import client
-from kvhub.hub.download import PATIENCE, Progress
+from kvhub.hub.download import Progress
+from kvhub.hub.parallel import for_each
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -50,48 +48,22 @@ def upload(
 
         return client.ask(repo_id, once)
 
-    work: queue.SimpleQueue[tuple[str, Path]] = queue.SimpleQueue()
-    done: queue.SimpleQueue[tuple[CommitOperationAdd, int] | BaseException] = queue.SimpleQueue()
-    stop = threading.Event()
-    for item in large.items():
-        work.put(item)
-
-    def worker() -> None:
-        while not stop.is_set():
-            try:
-                name, path = work.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                done.put((send(name, path), path.stat().st_size))
-            except BaseException as error:
-                done.put(error)
-
-    # Daemons, as in a pull: Ctrl-C must not wait for half a gigabyte under way.
-    threads = [
-        threading.Thread(target=worker, name=f"kvhub-push-{number}", daemon=True)
-        for number in range(min(PARALLEL, len(large)))
-    ]
-    for thread in threads:
-        thread.start()
     finished = 0
-    try:
-        for _ in large:
-            outcome = done.get()
-            if isinstance(outcome, BaseException):
-                raise outcome
-            sent.append(outcome[0])
-            finished += outcome[1]
-            if progress is not None:
-                progress(finished, total)
-    except Exception:
-        stop.set()
-        deadline = time.monotonic() + PATIENCE
-        for thread in threads:  # the caller may try again in another way
-            thread.join(max(0.0, deadline - time.monotonic()))
-        raise
-    finally:
-        stop.set()
+
+    def report(outcome: tuple[CommitOperationAdd, int]) -> None:
+        nonlocal finished
+        sent.append(outcome[0])
+        finished += outcome[1]
+        if progress is not None:
+            progress(finished, total)
+
+    for_each(
+        list(large.items()),
+        lambda item: (send(*item), item[1].stat().st_size),
+        report,
+        threads=PARALLEL,
+        name="kvhub-push",
+    )
 
     def operations() -> list[CommitOperationAdd]:
         small = [

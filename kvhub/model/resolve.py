@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
@@ -10,7 +9,7 @@ import warnings
 from pathlib import Path
 
 from kvhub.errors import AccessDenied, BadInput, KvhubError, NotFound, Unreachable
-from kvhub.files import is_full
+from kvhub.files import is_denied, is_full
 
 _REPOSITORY = re.compile(r"^[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}$")
 _REVISION = re.compile(r"^[A-Za-z0-9][\w./-]{0,254}$")
@@ -55,8 +54,10 @@ def _download(repository: str, revision: str | None, patterns: list[str]) -> Pat
         raise NotFound(f"no such model: {repository}") from None
     except LocalEntryNotFoundError as error:
         # The client says so of a Hub that refused just as of one that is not there.
-        if getattr(error.__cause__, "response", None) is not None or _of_disk(error.__cause__):
-            raise explained(error.__cause__, repository, revision) from error
+        cause = error.__cause__
+        of_disk = cause is not None and (is_full(cause) or is_denied(cause))
+        if getattr(cause, "response", None) is not None or of_disk:
+            raise explained(cause, repository, revision) from error
         raise Unreachable(
             f"cannot reach the Hub for {repository}, and it is not in the local cache",
             "check the network, or give a local directory",
@@ -72,11 +73,6 @@ def quiet_client() -> None:
     if "HF_HUB_VERBOSITY" not in os.environ:
         set_verbosity(logging.CRITICAL)
         warnings.filterwarnings("ignore", module=r"huggingface_hub(\.|$)")
-
-
-def _of_disk(error: BaseException | None) -> bool:
-    known = (errno.EACCES, errno.EPERM, errno.EROFS)
-    return isinstance(error, OSError) and (is_full(error) or error.errno in known)
 
 
 def explained(error: BaseException | None, repository: str, revision: str | None) -> KvhubError:
@@ -103,7 +99,7 @@ def explained(error: BaseException | None, repository: str, revision: str | None
         return NotFound(f"{repository} is not on the Hub")
     if status is not None:
         return Unreachable(f"the Hub answered {status} for {repository}", "try again later")
-    if error is not None and _of_disk(error) and not is_full(error):
+    if error is not None and is_denied(error):
         from huggingface_hub import constants
 
         place = getattr(error, "filename", None) or constants.HF_HUB_CACHE

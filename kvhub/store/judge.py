@@ -7,7 +7,7 @@ from kvhub.catalog import all_scores, demote, find, record_evidence
 from kvhub.evaluation.evidence import Evidence
 from kvhub.evaluation.gate import reason, rejudge
 from kvhub.settings import Settings
-from kvhub_registry import State
+from kvhub_registry import UNJUDGED, State
 
 
 def judge(manifest: Manifest, evidence: Evidence | None, settings: Settings, *, why: str = "") -> None:
@@ -30,7 +30,3 @@ def judge(manifest: Manifest, evidence: Evidence | None, settings: Settings, *, 
         return
     said = f"{why} {'passes' if verdict.passed else 'does not pass'} the gate" if why else reason(verdict)
     record_evidence(manifest, evidence.model_copy(update={"verdict": verdict}), why=said, settings=settings)
-
-
-UNJUDGED = "not evaluated"
-"""The reason that a row has when it is made."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Unavailable,
     )
     from kvhub_registry.records import (
+        UNJUDGED,
         CalibrationRecord,
         EventRecord,
         HubLocation,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvhub_registry.registry import Registry
 
 __all__ = [
+    "UNJUDGED",
     "Ambiguous",
     "BadAddress",
     "CalibrationRecord",

@@ -16,6 +16,10 @@ class State(StrEnum):
     RETIRED = "retired"
 
 
+UNJUDGED = "not evaluated"
+"""The reason that a mapper's state has when its row is made."""
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -16,6 +16,7 @@ from kvhub_registry.errors import Ambiguous, NotRegistered
 from kvhub_registry.lifecycle import SHORT
 from kvhub_registry.names import is_digest_prefix, slug, split_pair
 from kvhub_registry.records import (
+    UNJUDGED,
     EventRecord,
     HubLocation,
     MapperRecord,
@@ -143,7 +144,7 @@ class Registry:
                     path=record.path,
                     size=record.size,
                     state=State.DRAFT.value,
-                    state_reason="not evaluated",
+                    state_reason=UNJUDGED,
                     changed=datetime.now(UTC),
                 )
                 lifecycle.note(session, record.digest, State.DRAFT.value, "registered")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from loopback_hub import LoopbackHub
@@ -64,14 +65,16 @@ def test_exit_codes_of_the_hub(shell, hub: LoopbackHub, tmp_path: Path) -> None:
     assert leftovers(shell.settings.home) == []
 
 
-def stalled(hub: LoopbackHub) -> threading.Event:
-    """Make the download of weights hang; the event is set once one has begun."""
+def stalled(
+    hub: LoopbackHub, method: str = "GET", hang: Callable[[], object] = lambda: time.sleep(1)
+) -> threading.Event:
+    """Make the transfer of weights hang; the event is set once one has begun."""
     begun = threading.Event()
 
     def stall(request: Request) -> Response | None:
-        if request.method == "GET" and "/_blobs/" in request.url.path:
+        if request.method == method and "/_blobs/" in request.url.path:
             begun.set()
-            time.sleep(1)
+            hang()
         return None
 
     hub.faults.append(stall)
@@ -111,15 +114,8 @@ def test_ctrl_c_in_a_pull_leaves_nothing(shell, hub: LoopbackHub, tmp_path: Path
 
 def test_ctrl_c_in_a_push_does_not_wait_for_the_upload(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     publishable(tmp_path / "made")
-    begun, go_on = threading.Event(), threading.Event()
-
-    def stall(request: Request) -> Response | None:
-        if request.method == "PUT" and "/_blobs/" in request.url.path:
-            begun.set()
-            go_on.wait(60)
-        return None
-
-    hub.faults.append(stall)
+    go_on = threading.Event()
+    begun = stalled(hub, "PUT", lambda: go_on.wait(60))
     process = shell.start("push", tmp_path / "made", REPO)
     try:
         assert begun.wait(60)

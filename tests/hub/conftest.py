@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 from loopback_hub import LoopbackHub
+from support.published import publishable
 
+from kvhub.artifact.manifest import Manifest
+from kvhub.hub.push import push
 from kvhub.settings import Settings
 
 
@@ -33,3 +36,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setenv("KVHUB_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("KVHUB_DATABASE_URL", raising=False)
     return Settings.load()
+
+
+@pytest.fixture
+def published(hub: LoopbackHub, home: Settings, tmp_path: Path) -> Manifest:
+    """A mapper that passes the gate, at tester/mapper on the Hub; nothing is in the home yet."""
+    manifest = publishable(tmp_path / "made")
+    push(tmp_path / "made", "tester/mapper")
+    hub.log.clear()
+    return manifest

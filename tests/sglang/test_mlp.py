@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from support.pools import LARGE, SMALL, Engine, mapped_rows, mapper_between, native_rows
+from support.pools import LARGE, SMALL, mapper_between
+from support.switching import switched
 
 from kvhub.artifact.manifest import Perceptron
 from kvhub.artifact.tensors import expected_tensors
 from kvhub.mapper.mlp import MlpMapper
-
-PROMPT = [(i * 37 + 11) % 997 for i in range(200)]
 
 
 def networks() -> MlpMapper:
@@ -24,17 +23,5 @@ def networks() -> MlpMapper:
 
 
 def test_a_switched_conversation_reads_what_map_layer_gives(tmp_path: Path) -> None:
-    mapper = networks()
-    source, target = Engine(SMALL, tmp_path / "exchange"), Engine(LARGE, tmp_path / "exchange", (mapper,))
-    source.run(PROMPT, 4)
-    prompt = [*PROMPT, 5, 6, 7]
-    running = target.admit(target.request(prompt, ask={"reuse": True}))
-    assert (running.meta["mapped"], running.meta["prefilled"]) == (192, 11)
-    mapped = mapped_rows(mapper, native_rows(SMALL, prompt[:192], range(192)), range(192))
-    assert float(mapped.std()) > 0.1  # the ReLUs let something through
-    native = native_rows(LARGE, prompt[192:], range(192, 203))
-    torch.testing.assert_close(target.row(running, 203), torch.cat((mapped, native), dim=2))
-    target.decode(running, 3)
-    target.finish(running)
-    source.empty()
-    target.empty()
+    with switched(networks(), tmp_path) as mapped:
+        assert float(mapped.std()) > 0.1  # the ReLUs let something through

@@ -69,3 +69,9 @@ def publishable(directory: Path, **options: object) -> Manifest:
     manifest = make_artifact(directory, **options)  # type: ignore[arg-type]
     write_evidence(directory, make_evidence(manifest))
     return manifest
+
+
+def flipped(data: bytes) -> bytes:
+    """The same bytes but for one bit in the middle."""
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]

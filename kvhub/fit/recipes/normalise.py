@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvhub.errors import Incompatible
 from kvhub.fit.ridge import Affine
-from kvhub.model.k_norm import demand_k_norm, k_norm_weights
+from kvhub.model.k_norm import demand_k_norm
 
 if TYPE_CHECKING:
     from kvhub.fit.settings import FitSettings
@@ -40,10 +40,7 @@ def normalises(settings: FitSettings, target: ModelIdentity) -> bool:
 
 def norms_of(target: Side, settings: FitSettings) -> Tensor | None:
     """The weights `[num_layers, head_dim]` of the target's k_norm, where `settings` ask for them."""
-    if not normalises(settings, target.identity):
-        return None
-    assert target.path is not None
-    return k_norm_weights(target.path, target.identity)
+    return target.k_norm if normalises(settings, target.identity) else None
 
 
 def check_norms(target: Side, norms: Tensor, window: Tensor) -> None:
