@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvhub.errors import Incompatible
-from kvhub.fit.memory import memory_needed
+from kvhub.fit.budget import memory_needed
 from kvhub.fit.ridge import Support
 from kvhub.fit.selection import demand_k
 from kvhub.model.config import read_config

@@ -14,19 +14,22 @@ import torch
 import kvhub
 from kvhub.errors import AccessDenied, BadInput
 from kvhub.fit.blocks import block_bytes, layers_at_once
+from kvhub.fit.budget import Budget, budget
 from kvhub.fit.calibration import CalibrationSet, Corpus, calibration_set
 from kvhub.fit.captures import CaptureStore, demand_disk
 from kvhub.fit.checkpoint import Checkpoint, fit_key
 from kvhub.fit.distill.schedule import Distill, demand_tail
 from kvhub.fit.expect import Expected, distil_windows, solve_seconds
-from kvhub.fit.memory import Budget, budget, demand_memory, free_memory, release
+from kvhub.fit.memory import demand_memory, free_memory, held, release, return_freed
 from kvhub.fit.places import Stored, demand_space, places, write
+from kvhub.fit.progress import FITS
 from kvhub.fit.recipes.normalise import normalises
 from kvhub.fit.run import Fitted, Progress, demand_possible, fit_sides
 from kvhub.fit.settings import FitSettings
 from kvhub.fit.side import Side
 from kvhub.fit.text import token_digest
 from kvhub.fit.workers import Workers, workers
+from kvhub.model.finite import demand_finite
 from kvhub.model.identity import ModelIdentity
 from kvhub.settings import Settings
 
@@ -80,6 +83,7 @@ def fit(
     from kvhub.model.tokenizer import load_tokenizer
 
     options = options or Options()
+    return_freed()
     paths = resolve(source), resolve(target)
     one, other = (_identity(path, dtype) for path in paths)
     check_pair(one, other)
@@ -103,9 +107,11 @@ def fit(
     rows = windows.rows(settings.stride, settings.exact_prefix)
     demand_possible(one.geometry, other.geometry, settings, both=both, rows=rows)
     demand_space(options.output or kept.mappers, one.geometry, other.geometry, settings, both)
+    for path, found in zip(paths, (one, other), strict=True):
+        demand_finite(path, getattr(torch, found.dtype))
 
     described = _describe(one, other, windows, settings, both, options)
-    directory = options.checkpoint or kept.cache / "fits" / fit_key(described)
+    directory = options.checkpoint or kept.cache / FITS / fit_key(described)
     with ExitStack() as stack:
         team = stack.enter_context(workers())
         checkpoint = Checkpoint(directory, described, every=options.every)
@@ -121,7 +127,7 @@ def fit(
         if not team.first:
             checkpoint.join()
         sides = _sides(paths, (one, other), dtype, settings, windows, options, directory, team)
-        plan, layers = _plan(paths, sides, settings, both, options, checkpoint, team)
+        plan, layers = _plan(paths, sides, windows, settings, both, options, checkpoint, team)
         every = [*windows.fit, *windows.tuning, *windows.held_out]
         demand_disk([side.store for side in sides if side.store], list(filter(sides[0].keeps, every)))
         if team.first:
@@ -292,6 +298,7 @@ def _sides(
 def _plan(
     paths: tuple[Path, Path],
     sides: tuple[Side, Side],
+    windows: CalibrationSet,
     settings: FitSettings,
     both: bool,
     options: Options,
@@ -304,31 +311,30 @@ def _plan(
     """
     from kvhub.fit.footprint import footprint
 
-    shapes = [footprint(path, side.identity.dtype) for path, side in zip(paths, sides, strict=True)]
+    identities = sides[0].identity, sides[1].identity
+    shapes = identities[0].geometry, identities[1].geometry
+    models = tuple(footprint(path, one.dtype) for path, one in zip(paths, identities, strict=True))
     plan = budget(
-        sides[0].identity.geometry,
-        sides[1].identity.geometry,
+        *shapes,
         settings,
         both=both,
-        weights=(shapes[0].weights, shapes[1].weights),
-        hidden=max(shape.hidden for shape in shapes),
-        vocabulary=max(shape.vocabulary for shape in shapes),
+        models=(models[0], models[1]),
+        elsewhere=_elsewhere(options),
+        itemsize=max(getattr(torch, one.dtype).itemsize for one in identities),
+        windows=len(windows.fit),
         low_memory=options.low_memory,
+        held=held(),
     )
-    plan = replace(plan, models=max(0, plan.models - _elsewhere(options)))
-    have = free_memory() if options.memory is None else options.memory
+    free = free_memory()
+    have = options.memory if options.memory is not None or free is None else free + plan.held
     kept = sides[0].complete and not settings.automatic and team.size == 1 and settings.recipe != "best"
     if kept and (checkpoint.layers or (have is not None and plan.total > have)):
-        spare = (have or plan.total) - plan.runtime - plan.window
-        layers = checkpoint.layers or _block(sides, settings, both, spare)
+        layers = checkpoint.layers or _block(sides, settings, both, (have or plan.total) - plan.held)
         if layers is not None:
             checkpoint.keep_layers(layers)
-            pairs = (sides, sides[::-1])[: 1 + both]
-            needed = max(
-                block_bytes(a.identity.geometry, b.identity.geometry, settings, layers) for a, b in pairs
-            )
-            models = max(0, max(shape.weights for shape in shapes) - needed)
-            return Budget(models, needed, plan.window, 0), layers
+            pairs = (shapes, shapes[::-1])[: 1 + both]
+            needed = max(block_bytes(*pair, settings, layers) for pair in pairs)
+            return plan.in_blocks(needed), layers
     advice = "" if options.low_memory else "use --low-memory, or "
     one_way = "fit one direction at a time, or " if both else ""
     demand_memory(plan.total, hint=f"{one_way}{advice}use a machine with more memory", available=have)

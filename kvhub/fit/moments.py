@@ -110,11 +110,11 @@ class Moments:
 
     def centred_xx(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Sub-block of the centred Gram, for index tensors that broadcast (`[..., a, 1]`, `[..., 1, b]`)."""
-        return self.xx[rows, columns] - self.x[rows] * self.x[columns] / self.n
+        return _less(self.xx[rows, columns], self.x[rows], self.x[columns], self.n)
 
     def centred_xy(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Sub-block of the centred cross-moments, indexed like `centred_xx`."""
-        return self.xy[rows, columns] - self.x[rows] * self.y[columns] / self.n
+        return _less(self.xy[rows, columns], self.x[rows], self.y[columns], self.n)
 
     def raw_yy(self) -> Tensor:
         """Sum of squares of every target feature, `[F_t]`."""
@@ -129,6 +129,11 @@ class Moments:
 
     def mean_y(self, columns: Tensor) -> Tensor:
         return self.y[columns] / self.n
+
+
+def _less(products: Tensor, left: Tensor, right: Tensor, n: int) -> Tensor:
+    """`products - left * right / n`, with no more than two blocks in memory."""
+    return products.sub_((left * right).div_(n))
 
 
 def _bands(size: int) -> list[tuple[int, int]]:

@@ -14,9 +14,10 @@ from kvhub.artifact.manifest import NORMALISED, Manifest, Selection
 from kvhub.errors import BadInput, Incompatible
 from kvhub.fit.accumulate import Progress, accumulate, fill_captures, moments_device
 from kvhub.fit.blocks import solve_in_blocks
+from kvhub.fit.budget import moment_bytes
 from kvhub.fit.calibration import CalibrationSet, row_positions
 from kvhub.fit.checkpoint import Checkpoint
-from kvhub.fit.memory import demand_memory, moment_bytes, release
+from kvhub.fit.memory import demand_memory, release
 from kvhub.fit.moments import PairMoments
 from kvhub.fit.recipes.first import LOOK, settled
 from kvhub.fit.recipes.normalise import check_norms, normalises, norms_of
@@ -134,6 +135,7 @@ def fit_sides(
         norms = norms_of(two, settings)
         if norms is not None:
             check_norms(two, norms, windows.fit[0])
+    release()  # the captures that were looked at
     if layers is not None:
         if not team.first:
             return []

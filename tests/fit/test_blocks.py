@@ -14,9 +14,9 @@ from kvhub.artifact.read import open_tensors, verify_artifact
 from kvhub.cli import run
 from kvhub.errors import BadInput
 from kvhub.fit.blocks import block_bytes, layers_at_once
+from kvhub.fit.budget import budget
 from kvhub.fit.calibration import calibration_set, load_corpora
 from kvhub.fit.captures import CaptureStore
-from kvhub.fit.memory import budget
 from kvhub.fit.run import Fitted, fit_pair, fit_sides
 from kvhub.fit.settings import FitSettings
 from kvhub.fit.side import Side
@@ -91,14 +91,17 @@ def test_a_pair_of_75_gb_fits_in_24() -> None:
 def test_the_command_takes_blocks_where_memory_is_short(
     tmp_path: Path, kvhub_home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import kvhub.fit.memory as memory
+    import kvhub.fit.command as command
+    from kvhub.fit.budget import Budget
 
     pair = Pair.make(tmp_path)
     given = ["--store-dtype", "float32", "--captures", str(tmp_path / "captures")]
     assert run(pair.arguments(*given)) == 0
     (first,) = (kvhub_home / "mappers").iterdir()
     # The models are so small that memory cannot really be short: what is not a block counts as too large.
-    monkeypatch.setattr(memory.Budget, "total", property(lambda self: 10**12 if self.solve else 0))
+    whole = property(lambda self: 10**12 if "adds up moments" in self.stages else 0)
+    monkeypatch.setattr(Budget, "total", whole)
+    monkeypatch.setattr(command, "held", lambda: 600_000_000)
     assert run(pair.arguments(*given, "--max-memory", "0.72", "--seed", "0")) == 0
     error = capsys.readouterr().err
     assert "target layers at a time" in error and "solving blocks of layers" in error

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from kvhub.errors import BadInput
-from kvhub.fit.memory import budget, demand_memory, free_memory, memory_needed, moment_bytes
+from kvhub.fit.budget import budget, memory_needed, moment_bytes
+from kvhub.fit.footprint import Footprint
+from kvhub.fit.memory import demand_memory, free_memory, held
 from kvhub.fit.moments import PairMoments
 from kvhub.fit.settings import FitSettings
 from kvhub.model.identity import Geometry
+
+ROOT = Path(__file__).parents[2]
 
 
 def shape(layers: int, heads: int, dim: int) -> Geometry:
@@ -37,11 +47,12 @@ def test_the_paper_s_largest_pair_and_what_low_memory_saves() -> None:
     needed = memory_needed(source, target, k=8, both=False)
     assert 68e9 < 16 * 40960 * (40960 + 65536) <= needed < 80e9
     settings = FitSettings()
-    weights = 28_000_000_000, 64_000_000_000
-    plain = budget(source, target, settings, both=False, weights=weights)
-    low = budget(source, target, settings, both=False, weights=weights, low_memory=True)
-    assert plain.total - low.total == pytest.approx(1.02 * 92e9, rel=0.01)  # its moments outweigh one model
-    assert f"{plain.total / 1e9:.1f} GB at the peak (models 92.0" in str(plain)
+    models = Footprint(28_000_000_000, 0, 0), Footprint(64_000_000_000, 0, 0)
+    plain = budget(source, target, settings, both=False, models=models)
+    low = budget(source, target, settings, both=False, models=models, low_memory=True)
+    assert plain.total - low.total == pytest.approx(1.03 * 92e9, rel=0.01)  # its moments outweigh one model
+    assert f"{plain.total / 1e9:.2f} GB at the peak, while it" in str(plain)
+    assert "(models 92.00, moments" in str(plain)
 
 
 def test_too_little_memory_is_refused() -> None:
@@ -52,3 +63,36 @@ def test_too_little_memory_is_refused() -> None:
     assert caught.value.hint == "one direction at a time"
     free = free_memory()
     assert free is None or free > 10_000_000
+    assert 10_000_000 < held() < 100_000_000_000
+
+
+PEAK = """
+import resource, sys
+from kvhub.cli import main
+try:
+    main()
+finally:
+    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another allocator")
+@pytest.mark.parametrize(
+    "options",
+    [("--both", "--recipe", "ridge", "--k", "6"), ("--distill", "2", "--k", "6")],
+    ids=["moments", "gradients"],
+)
+def test_a_fit_peaks_where_it_said_it_would(tmp_path: Path, options: tuple[str, ...]) -> None:
+    text = ROOT / "demo/text/wikipedia.txt"
+    given = ["fit", *(str(ROOT / "models" / name) for name in ("small", "large")), "--text", str(text)]
+    given += ["--sequences", "12", "--length", "512", "--stride", "2", "--dtype", "float32", *options]
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, *given],
+        env={**os.environ, "KVHUB_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said, peak = (re.search(f"{what} ([0-9.]+)", done.stderr) for what in ("memory:", "peak"))
+    assert said and peak, done.stderr
+    assert 0.85 < float(peak[1]) / (float(said[1]) * 1e9) <= 1.0

@@ -27,6 +27,7 @@ from kvhub.fit.distill.schedule import (
     seeded,
 )
 from kvhub.fit.distill.through import Corrections, Through, split_of
+from kvhub.fit.memory import release
 from kvhub.fit.recipes.normalise import inverse, norm_in
 from kvhub.fit.settings import FitSettings
 from kvhub.fit.side import Side
@@ -81,6 +82,7 @@ def distil(
     with target.live() as model:
         exact = settings.exact_prefix
         corrections = corrections_of(solved, source, target, windows, exact, input_device(model.model))
+        release()  # the sample
         norms = [norm_in(solved.tensors, number) for number in range(len(solved.layers))]
         through = Through(model.model, source, target, solved.layers, exact, norms=norms)
         state = _train(corrections, through, windows, tuning, settings, how, tail, progress, tell)
@@ -123,16 +125,24 @@ def corrections_of(
 
 
 def _sample(side: Side, windows: Sequence[Tensor], exact_prefix: int) -> list[list[Tensor]]:
-    """Content keys and values of all layers, `[n, heads, head_dim]` each, n about `SAMPLE`."""
+    """Content keys and values of all layers, `[n, heads, head_dim]` each, `SAMPLE` <= n <= 2 * `SAMPLE`."""
     chosen = windows[:: max(1, len(windows) // SAMPLE_WINDOWS)]
     tokens = sum(len(window) - exact_prefix for window in chosen)
-    found: list[list[list[Tensor]]] = [[], []]
-    for window in chosen:
+    part = slice(exact_prefix, None, max(1, tokens // SAMPLE))
+    counts = [len(range(len(window))[part]) for window in chosen]
+    found: list[list[Tensor]] = []
+    start = 0
+    for window, count in zip(chosen, counts, strict=True):
         capture = side.capture(window)
-        part = slice(exact_prefix, None, max(1, tokens // SAMPLE))
-        found[0].append([rows[part].float().cpu() for rows in capture.content_keys])
-        found[1].append([rows[part].float().cpu() for rows in capture.values])
-    return [[torch.cat(layer) for layer in zip(*kind, strict=True)] for kind in found]
+        kinds = capture.content_keys, capture.values
+        # One place for all rows: pieces would be held twice when they are put together, and a float32 view
+        # of a capture would keep all of it.
+        found = found or [[torch.empty(sum(counts), *rows.shape[1:]) for rows in kind] for kind in kinds]
+        for layers, kind in zip(found, kinds, strict=True):
+            for layer, rows in zip(layers, kind, strict=True):
+                layer[start : start + count] = rows[part]
+        start += count
+    return found
 
 
 def folded(

@@ -1,0 +1,162 @@
+"""What a fit will hold in memory, by formula: the peak of each of its stages, and the largest of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvhub.fit.calibration import TAIL, TUNING
+from kvhub.fit.distill.correction import RANK
+from kvhub.fit.distill.schedule import SAMPLE, SAMPLE_WINDOWS, Distill
+from kvhub.fit.footprint import Footprint
+from kvhub.fit.memory import RUNTIME
+from kvhub.fit.mlp import MlpSettings
+from kvhub.fit.moments import PairMoments
+from kvhub.fit.recipes.first import WEIGHT
+from kvhub.fit.settings import FitSettings
+from kvhub.model.identity import Geometry
+
+RESERVE = 1.03
+"""What allocators and page tables add."""
+_ADD, _SOLVE = "adds up moments", "solves"
+_NOTHING = Footprint(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes, by what holds them and by when."""
+
+    held: int
+    """Python, libraries and the text: what the process has before anything is loaded."""
+    models: int
+    """Weights that are in memory at one time, at most."""
+    moments: int
+    """Float64 sums and products of all layers, K and V: 16 * F_s * (F_s + F_t), both: + 16 * F_t**2."""
+    stages: dict[str, int]
+    """The peak of each stage beside `held`: its models, moments, mappers and what it works with."""
+
+    @property
+    def total(self) -> int:
+        """Stages come one after the other."""
+        return self.held + int(RESERVE * max(self.stages.values()))
+
+    def in_blocks(self, needed: int) -> Budget:
+        """The same where some target layers are fitted at a time: `needed` bytes, and no models."""
+        work = {name: size for name, size in self.stages.items() if name not in (_ADD, _SOLVE)}
+        return replace(self, moments=needed, stages=work | {_SOLVE: needed})
+
+    def __str__(self) -> str:
+        stage = max(self.stages, key=self.stages.__getitem__)
+        parts = (("models", self.models), ("moments", self.moments), ("this process", self.held))
+        shown = ", ".join(f"{name} {value / 1e9:.2f}" for name, value in parts)
+        return f"{self.total / 1e9:.2f} GB at the peak, while it {stage} ({shown})"
+
+
+def moment_bytes(source: Geometry, target: Geometry, *, both: bool) -> int:
+    """Float64 moments of K and of V over all layers."""
+    wide, other = source.num_layers * source.features, target.num_layers * target.features
+    return 16 * (wide * (wide + other) + (other * other if both else other) + wide + other)
+
+
+def budget(
+    source: Geometry,
+    target: Geometry,
+    settings: FitSettings,
+    *,
+    both: bool,
+    models: tuple[Footprint, Footprint] = (_NOTHING, _NOTHING),
+    elsewhere: int = 0,
+    itemsize: int = 4,
+    windows: int = SAMPLE_WINDOWS,
+    low_memory: bool = False,
+    held: int = RUNTIME,
+) -> Budget:
+    """The peak of a fit of `windows` windows.
+
+    models: of source and target. elsewhere: bytes of weights that lie in no main memory. itemsize: bytes of
+    a number in the models' caches. low_memory: one model at a time, and none while the moments are there.
+    held: bytes that the process has now.
+    """
+    pairs = ((source, target), (target, source))[: 1 + both]
+    together = max if low_memory else sum
+    most = max(0, together(model.weights for model in models) - elsewhere)
+    bodies = max(0, together(model.weights - model.unread for model in models) - elsewhere)
+    beside = 0 if low_memory else bodies
+    moments = moment_bytes(source, target, both=both)
+    mappers = sum(_mapper(*pair, settings) for pair in pairs)
+    capture = max(
+        _capture(shape, model, settings.longest, itemsize)
+        for shape, model in zip((source, target), models, strict=True)
+    )
+    solve = mappers + max(_solve(*pair, settings) for pair in pairs)
+    stages = {
+        "runs the models": bodies + capture,
+        _ADD: beside + moments + capture + _blocks(source, target, settings),
+        _SOLVE: beside + moments + solve,
+        "scores": bodies + mappers + 2 * capture,
+    }
+    if settings.automatic or settings.recipe == "best":
+        logits = 4 * max(model.vocabulary for model in models) * TAIL * (TUNING + 8)
+        stages["chooses"] = most + moments + solve + logits
+    if isinstance(settings.train, Distill):
+        stages["takes gradient steps"] = max(
+            most + mappers + capture + _distilling(*pair, settings, model, windows, itemsize)
+            for pair, model in zip(pairs, models[::-1], strict=False)
+        )
+    if isinstance(settings.train, MlpSettings):
+        rows = windows * -(-settings.longest // settings.stride)
+        stages["trains networks"] = max(
+            beside + mappers + 4 * 4 * rows * (settings.features(one) + two.features) for one, two in pairs
+        )
+    return Budget(held, most, moments, stages)
+
+
+def memory_needed(source: Geometry, target: Geometry, *, k: int, both: bool) -> int:
+    """Bytes that a fit by closed form holds at its peak beside the models and the process itself."""
+    return max(budget(source, target, FitSettings(k=k), both=both).stages.values())
+
+
+def _mapper(source: Geometry, target: Geometry, settings: FitSettings) -> int:
+    stored = 2 if settings.store_dtype == "bfloat16" else 4
+    return stored * 2 * target.num_layers * target.features * settings.features(source)
+
+
+def _capture(shape: Geometry, model: Footprint, length: int, itemsize: int) -> int:
+    """One window's forward, its cache, content keys in float32, and what reading or writing copies."""
+    wide = shape.num_layers * shape.features
+    return length * (wide * (4 + 4 * itemsize) + 4 * model.hidden)
+
+
+def _blocks(source: Geometry, target: Geometry, settings: FitSettings) -> int:
+    """Rows in float64, K and V: those that wait for a block, one side of them joined, the next window's."""
+    wide = source.num_layers * source.features + target.num_layers * target.features
+    window = -(-(settings.longest - settings.exact_prefix) // settings.stride) + WEIGHT - 1
+    waiting = -(-PairMoments.BLOCK // window) * window
+    return 8 * wide * (2 * waiting + waiting + 2 * window)
+
+
+def _solve(source: Geometry, target: Geometry, settings: FitSettings) -> int:
+    """Two blocks for a centred Gram, the factors of K and of V; the weights in float64."""
+    width, blocks = settings.features(source), 1
+    if settings.support == "head-local":
+        width, blocks = width, target.num_kv_heads
+    return 8 * (4 * blocks * width * width + 4 * width * target.features)
+
+
+def _distilling(
+    source: Geometry, target: Geometry, settings: FitSettings, model: Footprint, windows: int, itemsize: int
+) -> int:
+    """Every map and its directions in float32, and then the sample of rows or one tail with its gradients."""
+    assert isinstance(settings.train, Distill)
+    width, out, layers = settings.features(source), target.features, target.num_layers
+    longest = settings.longest
+    maps = 2 * layers * (width * (out + RANK) + 5 * RANK * out)
+    windows = min(windows, settings.train.windows)
+    chosen = len(range(0, windows, max(1, windows // SAMPLE_WINDOWS)))
+    rows = chosen * -(-longest // max(1, chosen * longest // SAMPLE))
+    sample = rows * (2 * (source.num_layers * source.features + layers * out) + 5 * width + 3 * out)
+    tail = min(settings.train.tail, longest // 4)
+    queries = target.num_attention_heads * target.head_dim
+    # Of a layer: what the tail's own forward keeps, its attention, the mapped rows and what is made of them.
+    kept = tail * (2 * itemsize * model.hidden + 4 * target.num_attention_heads * longest)
+    kept += longest * (8 * RANK + 32 * out + 2 * itemsize * queries)
+    return 4 * maps + max(4 * sample, layers * kept + 24 * tail * model.vocabulary)
