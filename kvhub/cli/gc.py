@@ -27,18 +27,26 @@ COLUMNS = (
     metavar="SECONDS",
     help="Leave files alone that no mapper owns and that are younger: a fit may be about to register them.",
 )
+@click.option(
+    "--fits",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    metavar="DAYS",
+    help="Progress of a fit that has not finished goes, once nothing was written to it for so long.",
+)
 @output.format_option("table", "json")
-def command(dry_run: bool, drafts: bool, unregistered: bool, grace: float, form: str) -> None:
-    """Delete retired mappers, shards that no mapper has, and what killed processes left.
+def command(dry_run: bool, drafts: bool, unregistered: bool, grace: float, fits: float, form: str) -> None:
+    """Delete retired mappers, shards that no mapper has, and what killed processes and fits left.
 
-    Kept in any case: a mapper with an alias, one that a lock file names, and
-    one that a running process has loaded. A mapper that the registry does not
-    name is only listed (kvhub register puts it back), and so is what kvhub did
-    not put there.
+    Kept in any case: a mapper with an alias, one that a lock file names, one
+    that a running process has loaded, and the progress of a fit that runs. A
+    mapper that the registry does not name is only listed (kvhub register puts
+    it back), and so is what kvhub did not put there.
     """
     from kvhub.store.collect import collect
 
-    done = collect(dry_run=dry_run, drafts=drafts, unregistered=unregistered, grace=grace)
+    done = collect(dry_run=dry_run, drafts=drafts, unregistered=unregistered, grace=grace, fits=fits)
     if form == "json":
         output.as_json(
             {

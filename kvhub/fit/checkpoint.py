@@ -27,12 +27,12 @@ from torch import Tensor
 from kvhub.errors import BadInput, KvhubError, NotFound
 from kvhub.files import unwritable
 from kvhub.fit.moments import Moments, PairMoments
+from kvhub.fit.progress import LOCK, STATE, is_progress
 from kvhub.fit.store import sha256_of, write_bytes, write_tensors
 from kvhub.model.identity import canonical_json
 from kvhub.strict_json import parse_object, read_bounded
 
 FORMAT = 1
-_STATE = "state.json"
 _LIMIT = 1 << 20
 _SECONDS = 60.0
 _SHARE = 20.0
@@ -67,7 +67,7 @@ class Checkpoint:
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.directory / "lock")
+            lock = FileLock(self.directory / LOCK)
             lock.acquire(timeout=0)
         except Timeout:
             raise KvhubError(
@@ -94,7 +94,7 @@ class Checkpoint:
     def _open(self) -> None:
         found = self._read()
         if found is None:
-            strange = [p.name for p in self.directory.iterdir() if not _ours(p.name)]
+            strange = [p.name for p in self.directory.iterdir() if not is_progress(p.name)]
             if strange:
                 raise BadInput(
                     f"{self.directory} is not a checkpoint: it holds {sorted(strange)[0][:60]!r}",
@@ -107,7 +107,7 @@ class Checkpoint:
                 "windows": 0,
                 "file": None,
             }
-            write_bytes(self.directory / _STATE, canonical_json(self._state) + b"\n")
+            write_bytes(self.directory / STATE, canonical_json(self._state) + b"\n")
         else:
             self._state = found
             self._demand_same()
@@ -116,7 +116,7 @@ class Checkpoint:
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            state = parse_object(read_bounded(self.directory / _STATE, limit=_LIMIT), _STATE)
+            state = parse_object(read_bounded(self.directory / STATE, limit=_LIMIT), STATE)
             self._demand_shape(state)
         except NotFound:
             return None
@@ -133,14 +133,14 @@ class Checkpoint:
             and isinstance(state.get("fit"), dict)
             and isinstance(state.get("created"), str)
             and type(state.get("windows")) is int
-            and (file is None or (isinstance(file, dict) and _ours(str(file.get("name")))))
+            and (file is None or (isinstance(file, dict) and is_progress(str(file.get("name")))))
         )
         if not whole:
-            raise KvhubError(f"{_STATE} is damaged")
+            raise KvhubError(f"{STATE} is damaged")
         try:
             datetime.fromisoformat(state["created"])
         except ValueError:
-            raise KvhubError(f"{_STATE} is damaged") from None
+            raise KvhubError(f"{STATE} is damaged") from None
 
     def _demand_same(self) -> None:
         theirs = self._state["fit"]
@@ -160,7 +160,7 @@ class Checkpoint:
         if not path.is_file() or sha256_of(path) != file.get("sha256"):
             self.damaged = f"{path.name} is missing or damaged"
             self._state |= {"windows": 0, "file": None}
-            write_bytes(self.directory / _STATE, canonical_json(self._state) + b"\n")
+            write_bytes(self.directory / STATE, canonical_json(self._state) + b"\n")
 
     def _sweep(self) -> None:
         keep = self._state["file"]["name"] if self._state["file"] else ""
@@ -188,7 +188,7 @@ class Checkpoint:
         """Remember the decision."""
         if self.layers != layers:
             self._state["layers"] = layers
-            write_bytes(self.directory / _STATE, canonical_json(self._state) + b"\n")
+            write_bytes(self.directory / STATE, canonical_json(self._state) + b"\n")
 
     @property
     def windows(self) -> int:
@@ -233,7 +233,7 @@ class Checkpoint:
         about = {"n": str(moments.key.n), "waiting": str(len(moments.waiting))}
         digest = write_tensors(self.directory / name, tensors, about)
         self._state |= {"windows": windows, "file": {"name": name, "sha256": digest}}
-        write_bytes(self.directory / _STATE, canonical_json(self._state) + b"\n")
+        write_bytes(self.directory / STATE, canonical_json(self._state) + b"\n")
         self._sweep()
         self._written = time.monotonic()
         self._took = self._written - began
@@ -248,7 +248,7 @@ class Checkpoint:
             for path in self.directory.iterdir():
                 if path.name == "captures":
                     shutil.rmtree(path)
-                elif _ours(path.name):
+                elif is_progress(path.name):
                     path.unlink()
             self.directory.rmdir()
 
@@ -264,12 +264,6 @@ def _restore(moments: Moments, kind: str, file: Any) -> None:
             whole = file.get_slice(f"{kind}.{band.matrix}")
             left = 0 if band.matrix == "xy" else band.start
             band.of(moments).copy_(whole[band.start : band.stop, left:])
-
-
-def _ours(name: str) -> bool:
-    moments = name.startswith("moments-") and name.endswith(".safetensors") and name[8:-12].isdigit()
-    training = name in ("training-1.safetensors", "training-2.safetensors")
-    return moments or training or name in ("lock", _STATE, "captures") or name.startswith(".writing-")
 
 
 def _short(value: object) -> str:

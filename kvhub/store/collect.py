@@ -24,6 +24,7 @@ from kvhub.errors import Corrupt, KvhubError, NotFound
 from kvhub.hub import store
 from kvhub.settings import Settings
 from kvhub.store import blobs, origin, roots, use
+from kvhub.store import fits as unfinished
 from kvhub.store.links import Links
 from kvhub.store.strays import Stray, is_blob, look
 from kvhub_registry import MapperRow, State
@@ -31,7 +32,7 @@ from kvhub_registry import MapperRow, State
 GRACE = 3600.0
 """Seconds for which what no row names may be of a process that has not registered it yet."""
 
-Kind = Literal["mapper", "directory", "leftover", "blob", "unregistered"]
+Kind = Literal["mapper", "directory", "leftover", "blob", "unregistered", "fit"]
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,12 @@ def collect(
     drafts: bool = False,
     unregistered: bool = False,
     grace: float = GRACE,
+    fits: float = unfinished.DAYS,
 ) -> Collected:
     """Delete what nothing keeps; with `dry_run` only say what that is.
 
-    unregistered: mappers without a row go, too. grace: seconds, see `GRACE`.
+    unregistered: mappers without a row go, too. grace: seconds, see `GRACE`. fits: days after which the
+    progress of a fit that has not finished goes, too; one that runs keeps it.
     A crash on the way leaves nothing that the next call does not find.
     Errors: `Corrupt` for a lock file that cannot be read, and for a registry that names nothing although
     mappers are here (nothing is deleted then).
@@ -88,6 +91,7 @@ def collect(
     settings = settings or Settings.load()
     done = Collected()
     if not settings.mappers.is_dir():
+        _fits(settings, done, fits, dry_run=dry_run)
         return done
     if not dry_run:
         store.sweep(settings.mappers)
@@ -113,6 +117,7 @@ def collect(
             if stray.kind != "foreign" and (unregistered or stray.kind != "unregistered"):
                 _stray(stray, settings, links, done, locked, dry_run=dry_run, grace=grace)
         _blobs(settings, links, done, dry_run=dry_run)
+    _fits(settings, done, fits, dry_run=dry_run)
     return done
 
 
@@ -243,6 +248,21 @@ def _blobs(settings: Settings, links: Links, done: Collected, *, dry_run: bool) 
             done.garbage.append(Garbage("blob", path, size, "no mapper has this shard"))
 
 
+def _fits(settings: Settings, done: Collected, days: float, *, dry_run: bool) -> None:
+    """Progress of fits that nobody has gone on with."""
+    for fit in unfinished.unfinished(settings):
+        if fit.running or (fit.days < days and not fit.aside):
+            continue
+        if not dry_run:
+            try:
+                if not unfinished.remove(fit):
+                    continue
+            except OSError as error:
+                raise _undeletable(fit.path, error) from None
+        why = "half deleted" if fit.aside else f"a fit that has not finished, {fit.days:.0f} days old"
+        done.garbage.append(Garbage("fit", fit.path, fit.size, why))
+
+
 def _missing(settings: Settings, gone: set[Path]) -> Iterator[str]:
     """Shards that a mapper in the store lists and has lost: the blob may be the only copy."""
     for directory in settings.mappers.iterdir():
@@ -261,4 +281,8 @@ def _delete(path: Path) -> None:
         else:
             path.unlink(missing_ok=True)
     except OSError as error:
-        raise KvhubError(f"cannot delete {path}: {error.strerror}", "delete it by hand") from None
+        raise _undeletable(path, error) from None
+
+
+def _undeletable(path: Path, error: OSError) -> KvhubError:
+    return KvhubError(f"cannot delete {path}: {error.strerror}", "delete it by hand")
