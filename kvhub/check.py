@@ -163,7 +163,7 @@ def cost(source: Geometry, target: Geometry, k: int, support: Support) -> Cost:
 def _side(where: str, path: Path, refusals: list[Refused]) -> Side | None:
     try:
         # The config first: what it rules out needs no header from the Hub.
-        rope_spec(read_config(path).config)
+        rope_spec(read_config(path).config, str(path))
         tensors = tensor_headers(path)
         architecture, shape, rope = describe(path, tensors)
     except Incompatible as error:

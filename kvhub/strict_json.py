@@ -43,6 +43,9 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except _Duplicate as error:
         raise Corrupt(f"{what}: key {error.key!r} appears twice") from None
+    except _NoNumber as error:
+        hint = f"{error} is no number in JSON: write one, or fetch the file again"
+        raise Corrupt(f"{what}: not valid JSON: it holds {error}", hint) from None
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else "not valid JSON"
         raise Corrupt(f"{what}: {reason}") from None
@@ -69,6 +72,10 @@ class _Duplicate(Exception):
         self.key = key[:64]
 
 
+class _NoNumber(Exception):
+    """NaN, Infinity or -Infinity: Python's own writer makes them."""
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
@@ -79,4 +86,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+    raise _NoNumber(name)

@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 import traceback
+import warnings
 from typing import NoReturn
 
 import click
@@ -108,8 +109,10 @@ def cli() -> None:
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command line and exit: errors are two lines on stderr, never a traceback.
 
-    KVHUB_DEBUG=1 shows the traceback as well.
+    KVHUB_DEBUG=1 shows the traceback as well, and what libraries warn of, as `python -W` does.
     """
+    if not sys.warnoptions and os.environ.get("KVHUB_DEBUG") != "1":
+        warnings.simplefilter("ignore")  # of libraries: kvhub itself speaks through notes and errors
     sys.exit(run(argv))
 
 

@@ -70,13 +70,21 @@ def _capture(model: Any, token_ids: Tensor, rope: RopeSpec, name: str) -> Captur
                 if not bool(torch.isfinite(rows).all()):
                     raise KvhubError(
                         f"the {what} that {name} caches in layer {number} hold NaN or infinity",
-                        "run the forwards with --dtype float32",
+                        _overflow(rows.dtype),
                     )
             keys.append(key)
             values.append(value)
             # In float32: back in the cache's dtype it would be rounded a second time.
             content.append(strip_rope(key.to(torch.float32), table))
     return Capture(content, keys, values)
+
+
+def _overflow(dtype: torch.dtype) -> str:
+    """Why a cache is not finite: the weights are, or the model would not have been loaded."""
+    if dtype == torch.float32:
+        return "its weights are finite and its forward overflows even in float32: it cannot be used"
+    kind = str(dtype).removeprefix("torch.")
+    return f"its weights are finite, its forward overflows in {kind}: use --dtype float32"
 
 
 def _side_by_side(layers: list[Tensor], chosen: slice) -> Tensor:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from kvhub.errors import BadInput, Incompatible, NotFound
+from kvhub.model.quiet import quietly
+from kvhub.model.rope_given import demand_rope, named
 from kvhub.strict_json import parse_object, read_bounded, shown
 
 CONFIG_LIMIT = 4 << 20
@@ -19,6 +21,10 @@ class Architecture(NamedTuple):
     pairing: Literal["half", "interleaved"] = "half"
     partial: bool = False
     """Whether RoPE may turn only the first part of a head."""
+    fused: bool = False
+    """Whether one weight holds the projections of queries, keys and values."""
+    k_norm: bool = False
+    """Whether every layer has a norm of keys."""
 
 
 ARCHITECTURES = {
@@ -27,10 +33,10 @@ ARCHITECTURES = {
     "glm4": Architecture("Glm4ForCausalLM", "interleaved", partial=True),
     "llama": Architecture("LlamaForCausalLM"),
     "mistral": Architecture("MistralForCausalLM"),
-    "phi3": Architecture("Phi3ForCausalLM", partial=True),
+    "phi3": Architecture("Phi3ForCausalLM", partial=True, fused=True),
     "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen3": Architecture("Qwen3ForCausalLM"),
-    "qwen3_moe": Architecture("Qwen3MoeForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM", k_norm=True),
+    "qwen3_moe": Architecture("Qwen3MoeForCausalLM", k_norm=True),
 }
 """By `model_type`. Decoders with one dense KV row per token, layer and head, and one RoPE for all layers.
 
@@ -55,7 +61,8 @@ def read_config(path: Path) -> ModelConfig:
     """Read `path/config.json` and refuse by name what kvhub does not understand.
 
     Errors: `NotFound` (no config), `Corrupt` (not JSON), `Incompatible` with code `adapter`, `multimodal`,
-    `mla`, `hybrid`, `sliding_window`, `quantized_kv`, `quantized_weights`, `architecture` or `rope_theta`.
+    `mla`, `hybrid`, `sliding_window`, `quantized_kv`, `quantized_weights`, `architecture`, `rope_theta`,
+    `rope_per_layer`, `rope_partial`, `rope_unknown` or `rope_<type>`; `BadInput` for numbers that cannot be.
     """
     if (path / "adapter_config.json").exists():
         raise Incompatible(
@@ -69,7 +76,11 @@ def read_config(path: Path) -> ModelConfig:
     _refuse_layers(path, raw)
     _refuse_quantization(path, raw)
     _refuse_type(path, raw)
-    return ModelConfig(raw, _standardise(path), ARCHITECTURES[raw["model_type"]])
+    architecture = ARCHITECTURES[raw["model_type"]]
+    with named(str(path)):
+        demand_rope(raw, model_type=raw["model_type"], partial=architecture.partial)
+    _demand_numbers(path, raw)
+    return ModelConfig(raw, _standardise(path), architecture)
 
 
 def _refuse_layers(path: Path, raw: dict[str, Any]) -> None:
@@ -133,28 +144,45 @@ def _refuse_type(path: Path, raw: dict[str, Any]) -> None:
         raise Incompatible(
             f"{path}: architecture {shown(named, 80)} is not a plain {kind}", code="architecture"
         )
-    if not any("rope_theta" in place for place in _rope_places(raw)):
-        raise Incompatible(
-            f"{path}: config.json does not name rope_theta",
-            "add the theta that the model was trained with to config.json",
-            code="rope_theta",
-        )
 
 
-def _rope_places(raw: dict[str, Any]) -> list[dict[str, Any]]:
-    nested = [raw.get("rope_parameters"), raw.get("rope_scaling")]
-    return [raw, *(place for place in nested if isinstance(place, dict))]
+_LARGEST = {
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 1024,
+    "head_dim": 1024,
+    "hidden_size": 1 << 20,
+    "max_position_embeddings": 1 << 31,
+}
+"""As in `Geometry`; more layers than that, and transformers would make a list of them."""
+_OR_NONE = ("num_key_value_heads", "head_dim")
+
+
+def _demand_numbers(path: Path, raw: dict[str, Any]) -> None:
+    """The numbers that KV geometry rests on, where config.json names them."""
+    for key, largest in _LARGEST.items():
+        value = raw.get(key, 1)
+        if value is None and key in _OR_NONE:
+            continue
+        if type(value) is not int or not 0 < value <= largest:
+            raise BadInput(
+                f"{path}: {key} in config.json must be a whole number of 1 to {largest}, got"
+                f" {shown(repr(value), 64)}",
+                "write what the model was trained with, or fetch the model again",
+            )
 
 
 def _standardise(path: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        with quietly():
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a bad config
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        # Of a validation error the first line says only which validator it was.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
         raise BadInput(
-            f"{path}: config.json cannot be used: {shown(reason)}", "fetch the model again"
+            f"{path}: config.json cannot be used: {shown(reason)}", "correct it, or fetch the model again"
         ) from error
     if "sliding_attention" in (getattr(config, "layer_types", None) or []) or _slides(config):
         raise Incompatible(f"{path}: sliding-window attention is not supported", code="sliding_window")

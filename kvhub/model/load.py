@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from kvhub.errors import BadInput, Corrupt
+from kvhub.model.finite import demand_finite
 from kvhub.model.identify import describe, identify
 from kvhub.model.identity import ModelIdentity
 from kvhub.model.placement import Sharded, loading, place
+from kvhub.model.quiet import quietly
 from kvhub.model.resolve import resolve
 from kvhub.model.tokenizer import load_tokenizer
 from kvhub.strict_json import shown
@@ -35,11 +37,12 @@ def load_model(
     """Load `ref` (a directory or `org/name[@revision]`) with SDPA attention.
 
     dtype: None keeps the config's own. device: `sharded`, a `Sharded`, or a GPU that is too small for it
-    spreads the weights with accelerate. Errors: those of `resolve` and `identify`; `Corrupt` where the
-    weights cannot be read.
+    spreads the weights with accelerate. Errors: those of `resolve`, `identify` and `demand_finite`; `Corrupt`
+    where the weights cannot be read.
     """
     path = resolve(str(ref))
     describe(path)  # refuse by name before gigabytes are read
+    demand_finite(path, dtype)
     tokenizer = load_tokenizer(path)
     spread = place(path, dtype, device)
     model = _weights(path, dtype, {} if spread is None else loading(spread))
@@ -56,15 +59,16 @@ def _weights(path: Path, dtype: torch.dtype | None, options: dict[str, Any]) -> 
     from transformers import AutoModelForCausalLM
 
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype="auto" if dtype is None else dtype,
-            attn_implementation="sdpa",
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **options,
-        )
+        with quietly():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype="auto" if dtype is None else dtype,
+                attn_implementation="sdpa",
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **options,
+            )
     except SafetensorError as error:
         raise Corrupt(
             f"{path}: the weights cannot be read: {shown(error)}", "download the model again"

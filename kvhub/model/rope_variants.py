@@ -52,7 +52,10 @@ def _nothing(config: Any, values: Mapping[str, Value]) -> None:
 
 def _bands(config: Any, values: Mapping[str, Value]) -> None:
     if not values["low_freq_factor"] < values["high_freq_factor"]:  # type: ignore[operator]
-        raise BadInput("RoPE parameter 'low_freq_factor' must be below 'high_freq_factor'")
+        raise BadInput(
+            "RoPE parameter 'low_freq_factor' must be below 'high_freq_factor'",
+            f"it is {values['low_freq_factor']}, that is {values['high_freq_factor']}",
+        )
 
 
 def _factor_lists(config: Any, values: Mapping[str, Value]) -> None:
@@ -60,7 +63,10 @@ def _factor_lists(config: Any, values: Mapping[str, Value]) -> None:
     for key in ("short_factor", "long_factor"):
         found = values[key]
         if not isinstance(found, list) or len(found) != pairs:
-            raise BadInput(f"RoPE parameter {key!r} must list {pairs} numbers, one a rotated pair")
+            raise BadInput(
+                f"RoPE parameter {key!r} must list {pairs} numbers, one a rotated pair",
+                f"it lists {len(found) if isinstance(found, list) else 'none'}",
+            )
 
 
 class Variant(NamedTuple):

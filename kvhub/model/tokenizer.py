@@ -8,6 +8,7 @@ from typing import Any
 
 from kvhub.errors import BadInput
 from kvhub.model.identity import canonical_json
+from kvhub.model.quiet import quietly
 from kvhub.strict_json import shown
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
@@ -18,7 +19,8 @@ def load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        with quietly():
+            return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many kinds for a bad file
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BadInput(

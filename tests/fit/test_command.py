@@ -138,14 +138,18 @@ def test_unusable_models_are_refused(
 def test_nan_in_a_cache_names_the_model_and_the_layer(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Weights that are finite (`tests/model/test_finite.py` has the others), in a forward that overflows."""
     from safetensors.torch import load_file, save_file
 
     file = Path(place.target) / "model.safetensors"
     weights = load_file(file)
-    weights["model.layers.2.self_attn.v_proj.weight"][0, 0] = torch.nan
+    weights["model.layers.2.self_attn.v_proj.weight"].fill_(3e38)
     save_file(weights, file, metadata={"format": "pt"})
-    assert run(place.arguments()) == 1
-    assert "the values that two caches in layer 2" in capsys.readouterr().err
+    for dtype, hint in (("float32", "overflows even in float32"), ("bfloat16", "use --dtype float32")):
+        assert run(place.arguments("--dtype", dtype)) == 1
+        error = capsys.readouterr().err
+        assert "the values that two caches in layer 2" in error
+        assert "its weights are finite" in error and hint in error
     assert not place.artifacts()
 
 

@@ -1,0 +1,95 @@
+"""A weight that is absent is a damaged file, whichever it is, for every command that reads the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from support.prose import write_text
+from support.ropes import make_rope
+from support.tiny import make_tiny
+
+from kvhub.cli import run
+from kvhub.errors import Corrupt, Incompatible
+from kvhub.model.identify import describe
+
+UNTIED = {"tie_word_embeddings": False}
+LAYER = "model.layers.1."
+ABSENT = [
+    *(f"{LAYER}self_attn.{name}_proj.weight" for name in "qkvo"),
+    f"{LAYER}self_attn.k_norm.weight",
+    f"{LAYER}self_attn.q_norm.weight",
+    f"{LAYER}input_layernorm.weight",
+    f"{LAYER}post_attention_layernorm.weight",
+    f"{LAYER}mlp.up_proj.weight",
+    "model.embed_tokens.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+]
+
+
+def without(path: Path, *ends: str) -> Path:
+    """Take every tensor out of the file whose name ends so."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}
+    assert len(kept) < len(tensors)
+    save_file(kept, file, metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_each_by_the_command_line(
+    tmp_path: Path, kvhub_home: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    broken = without(make_tiny(tmp_path / "broken", **UNTIED), name)
+    whole = make_tiny(tmp_path / "whole")
+    text = write_text(tmp_path / "text.txt", 200)
+    for command in (
+        ["check", str(whole), str(broken)],
+        ["fit", str(broken), str(whole), "--text", str(text), "--k", "1"],
+        ["fit", str(whole), str(broken), "--text", str(text), "--k", "1"],
+    ):
+        assert run(command) == 6, command
+        assert f"Error: {broken}: the weights have no {name}\n" in capsys.readouterr().err
+    assert not (kvhub_home / "mappers").exists()
+
+
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "o_proj", "k_norm", "input_layernorm"])
+def test_of_every_layer(tmp_path: Path, part: str) -> None:
+    path = without(make_tiny(tmp_path / "m"), f"{part}.weight")
+    with pytest.raises(Corrupt, match=rf"the weights have no model\.layers\.0\..*{part}"):
+        describe(path)
+
+
+def test_projections_in_one_weight(tmp_path: Path) -> None:
+    path = without(make_rope(tmp_path / "m", "phi3"), "layers.2.self_attn.qkv_proj.weight")
+    with pytest.raises(Corrupt, match=r"layers\.2\.self_attn\.qkv_proj"):
+        describe(path)
+
+
+def test_a_layer_in_the_middle(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path / "m")
+    file = path / "model.safetensors"
+    save_file(
+        {n: t for n, t in load_file(file).items() if ".layers.1." not in n}, file, metadata={"format": "pt"}
+    )
+    with pytest.raises(Corrupt, match=r"the weights have no model\.layers\.1\."):
+        describe(path)
+
+
+def test_another_number_of_layers_is_a_disagreement(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path / "m")
+    file = path / "model.safetensors"
+    save_file(
+        {n: t for n, t in load_file(file).items() if ".layers.2." not in n}, file, metadata={"format": "pt"}
+    )
+    with pytest.raises(Incompatible) as caught:
+        describe(path)
+    assert caught.value.code == "geometry"
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "cohere interleaved", "glm4 partial interleaved", "phi3"])
+def test_what_is_whole_is_taken(tmp_path: Path, kind: str) -> None:
+    describe(make_rope(tmp_path / "m", kind))
