@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.tiny import make_tiny
@@ -29,18 +31,41 @@ def process(*arguments: str, **environment: str) -> str:
     ).stderr
 
 
+def edit(file: Path, **changes: Any) -> None:
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def many_tokens(path: Path) -> None:
+    """As Qwen2.5 may be published: without a version transformers takes it for an old Mistral's."""
+    edit(path / "config.json", transformers_version=None)
+    model = json.loads((path / "tokenizer.json").read_text())["model"]
+    more = {f"<{number}>": len(model["vocab"]) + number for number in range(100_001)}
+    edit(path / "tokenizer.json", model=model | {"vocab": model["vocab"] | more})
+
+
+def unknown_rope(path: Path) -> None:
+    edit(path / "config.json", rope_parameters={"rope_type": "foo", "rope_theta": 1e4})
+
+
+def a_remark(path: Path) -> None:
+    parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "finetuned": True}
+    edit(path / "config.json", rope_parameters=parameters)
+
+
 @pytest.mark.parametrize(
-    ("changes", "warns"),
+    ("change", "warns"),
     [
-        # As many models are published; transformers then takes every tokenizer for an old one of Mistral's.
-        ({"transformers_version": None}, "incorrect regex pattern"),
-        ({"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}}, "Missing validation function"),
+        (many_tokens, "incorrect regex pattern"),
+        (unknown_rope, "Missing validation function"),
+        (a_remark, "Unrecognized keys"),
     ],
 )
-def test_advice_of_transformers(tmp_path: Path, kvhub_home: Path, changes: dict, warns: str) -> None:  # type: ignore[type-arg]
+def test_advice_of_transformers(
+    tmp_path: Path, kvhub_home: Path, change: Callable[[Path], None], warns: str
+) -> None:
     path = make_tiny(tmp_path / "m")
-    config = json.loads((path / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    change(path)
     command = ("-m", "kvhub.cli", "check", str(path), str(path))
     assert process(*command) == ""
     assert warns in process(*command, TRANSFORMERS_VERBOSITY="warning")
