@@ -99,9 +99,10 @@ def budget(
         stages["chooses"] = most + moments + solve + logits
     if isinstance(settings.train, Distill):
         stages["takes gradient steps"] = max(
-            most + mappers + capture + _distilling(*pair, settings, model, windows, itemsize)
-            for pair, model in zip(pairs, models[::-1], strict=False)
-        )
+            bodies + models[number].unread + mappers + capture
+            + _distilling(*pair, settings, models[number], windows, itemsize)
+            for pair, number in zip(pairs, (1, 0), strict=False)
+        )  # fmt: skip
     if isinstance(settings.train, MlpSettings):
         rows = windows * -(-settings.longest // settings.stride)
         stages["trains networks"] = max(
@@ -157,6 +158,6 @@ def _distilling(
     tail = min(settings.train.tail, longest // 4)
     queries = target.num_attention_heads * target.head_dim
     # Of a layer: what the tail's own forward keeps, its attention, the mapped rows and what is made of them.
-    kept = tail * (2 * itemsize * model.hidden + 4 * target.num_attention_heads * longest)
-    kept += longest * (8 * RANK + 32 * out + 2 * itemsize * queries)
-    return 4 * maps + max(4 * sample, layers * kept + 24 * tail * model.vocabulary)
+    kept = tail * (itemsize * model.hidden + 4 * target.num_attention_heads * longest)
+    kept += longest * (8 * RANK + 16 * out + itemsize * queries)
+    return 4 * maps + max(4 * sample, layers * kept + 16 * tail * model.vocabulary)

@@ -24,8 +24,12 @@ class Footprint(NamedTuple):
     """Floats a token that the widest layer's forward holds."""
     vocabulary: int
     unread: int = 0
-    """Bytes of `weights` that are mapped from the file and stay there while no logits are computed: the
-    embedding, of which a window's forward reads a few rows, and the output layer."""
+    """Bytes of `weights` that are mapped from the file and stay there while no logits are computed."""
+
+
+_UNREAD = 0.5
+"""Of the embedding and the output layer. Windows read some rows, and the system maps their neighbours too:
+80 windows of 512 tokens brought 38 % of the embeddings of two Qwen2.5-Coder models into memory."""
 
 
 def footprint(path: Path, dtype: str) -> Footprint:
@@ -43,5 +47,5 @@ def footprint(path: Path, dtype: str) -> Footprint:
         weight_bytes(path, getattr(torch, dtype)),
         3 * inner + 6 * config.hidden_size,
         int(config.vocab_size),
-        unread,
+        int(_UNREAD * unread),
     )
