@@ -8,10 +8,11 @@ Both models run once over the calibration windows and over the held-out ones, an
 then a solve and two short tails a window (its own document's cache and another's). All recipes of a pair see
 the same tokens. A line is one recipe on `all` held-out windows of the texts that were fitted on, on each one,
 and on those that were not fitted on (`other`); lines that are there already are replaced. `default` is what
-`kvhub fit` does unasked, its gradient steps included. `removed` is the share of the paper's excess that is
-gone, paired over windows, where that excess is above 0 beyond chance. What was run, on what and where is kept
-beside the lines (`fidelity.json`), a pair at a time. The same input gives the same numbers: nothing is drawn
-but from fixed seeds.
+`kvhub fit` does unasked, its gradient steps included; `default-stretched` the same with keys that do not go
+through the k_norm that the target has. `removed` is the share of the paper's excess that is gone, paired over
+windows, where that excess is above 0 beyond chance. What was run, on what and where is kept beside the lines
+(`fidelity.json`), a pair at a time. The same input gives the same numbers: nothing is drawn but from fixed
+seeds.
 """
 
 from __future__ import annotations

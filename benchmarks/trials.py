@@ -1,9 +1,9 @@
-"""Ideas for a better closed form, each against the one that is the default, on windows to choose on.
+"""Ideas for a better closed form, each against recipe `closed-form`, on windows to choose on.
 
     python -m benchmarks.trials SOURCE TARGET --text wiki.utf8 --text c4.utf8 --text code.utf8 \
         --captures DIR [--both] [--only weights,pooled] [--name PAIR] [--output benchmarks/results/trials.csv]
 
-All trials of a pair see the same calibration windows, every token, and are stretched as the default is (its
+All trials of a pair see the same calibration windows, every token, and are stretched as that one is (its
 sink weight included). Tuning windows, of the calibration side and not fitted on, are split: a trial that
 chooses does so on the even ones, all are judged on the odd ones. Nothing here looks at held-out text. A line
 is one trial: KL, excess NLL, cosine, and what changed against `closed-form`, paired over windows. The fits
@@ -81,7 +81,7 @@ def side_cosines(mapping: Mapping, bundle: Bundle) -> torch.Tensor:
 
 
 def trials(pair: StudyPair, choose: Bundle, only: list[str]) -> Iterator[tuple[str, Mapping]]:
-    """Every trial of one direction; the default's closed form first."""
+    """Every trial of one direction; `closed-form` first."""
     known = Together.of(pair)
     shapes = pair.source.identity, pair.target.identity
 

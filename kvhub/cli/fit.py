@@ -46,7 +46,8 @@ _FEW = 4
 )  # fmt: skip
 @click.option(
     "--normalise-keys", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True,
-    help="Mapped keys through the target's own k_norm; auto leaves it to the recipe.",
+    help="Mapped keys through the target's own k_norm; auto: in the default recipe where it has one, in best"
+    " where that is better, else not.",
 )  # fmt: skip
 @click.option("--sequences", type=int, default=500, show_default=True, help="Windows of text, at most.")
 @click.option(

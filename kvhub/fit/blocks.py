@@ -17,7 +17,6 @@ from kvhub.fit.accumulate import Progress
 from kvhub.fit.calibration import row_positions
 from kvhub.fit.moments import Moments, PairMoments
 from kvhub.fit.recipes.first import repeated
-from kvhub.fit.recipes.normalise import norms_of
 from kvhub.fit.ridge import Factors, Regularization
 from kvhub.fit.selection import layer_scores, top_layers
 from kvhub.fit.settings import FitSettings
@@ -47,10 +46,17 @@ def layers_at_once(source: Geometry, target: Geometry, settings: FitSettings, av
 
 
 def solve_in_blocks(
-    source: Side, target: Side, windows: Sequence[Tensor], settings: FitSettings, size: int, tell: Progress
+    source: Side,
+    target: Side,
+    windows: Sequence[Tensor],
+    settings: FitSettings,
+    size: int,
+    tell: Progress,
+    norms: Tensor | None = None,
 ) -> Solved:
     """Select and solve `size` target layers at a time. Both sides have all captures on disk.
 
+    norms: of `kvhub.fit.recipes.normalise.norms_for`.
     The result is that of a fit in one piece up to the last bits. Errors: `BadInput` for k or lambda
     `auto`; `KvhubError` as in `solve_layer`.
     """
@@ -66,7 +72,6 @@ def solve_in_blocks(
     ]
     layers: list[list[int]] = []
     tensors: dict[str, Tensor] = {}
-    norms = norms_of(target, settings)
     tell("blocks", 0, len(blocks))
     for number, block in enumerate(blocks, 1):
         part = shapes[1].model_copy(update={"num_layers": len(block)})

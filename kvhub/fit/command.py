@@ -142,6 +142,7 @@ def fit(
             checkpoint=checkpoint,
             team=team,
             progress=_progress(sides, settings, both, options, team),
+            say=options.say,
         )
         if not team.first:
             return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from kvhub.fit.checkpoint import Checkpoint
 from kvhub.fit.memory import demand_memory, release
 from kvhub.fit.moments import PairMoments
 from kvhub.fit.recipes.first import LOOK, settled
-from kvhub.fit.recipes.normalise import check_norms, normalises, norms_of
+from kvhub.fit.recipes.normalise import normalises, norms_for
 from kvhub.fit.ridge import Regularization
 from kvhub.fit.selection import layer_scores, top_layers
 from kvhub.fit.settings import FitSettings
@@ -105,12 +106,14 @@ def fit_sides(
     checkpoint: Checkpoint | None = None,
     team: Workers | None = None,
     progress: Progress | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[Fitted]:
     """`fit_pair` with models that may be loaded only when they are needed, or captures on disk.
 
     low_memory: all captures of one model, then of the other; both sides need a store. layers: target
     layers at a time, where not all moments fit; needs low_memory. checkpoint: where to go on from.
-    team: the processes that share the work; only the first one gets a result.
+    team: the processes that share the work; only the first one gets a result. say: is told, in a line, what
+    was asked for with `auto` and cannot be.
     """
     from kvhub.model.pair import check_pair
 
@@ -131,17 +134,18 @@ def fit_sides(
     if low_memory:
         fill_captures(source, target, windows, team, tell)
     settings = settled(settings, (source, target), list(windows.fit[:LOOK]))
-    for _, two in pairs:
-        norms = norms_of(two, settings)
-        if norms is not None:
-            check_norms(two, norms, windows.fit[0])
+    told = say if team.first else lambda line: None
+    norms = [norms_for(two, settings, windows.fit[0], told) for _, two in pairs]
     release()  # the captures that were looked at
     if layers is not None:
         if not team.first:
             return []
         if settings.recipe == "best":
             raise BadInput("this recipe needs all moments in memory at once", "give it more memory")
-        found = [solve_in_blocks(*pair, list(windows.fit), settings, layers, tell) for pair in pairs]
+        found = [
+            solve_in_blocks(*pair, list(windows.fit), settings, layers, tell, norm)
+            for pair, norm in zip(pairs, norms, strict=True)
+        ]
         found = train_all(pairs, found, windows, settings, checkpoint, tell)
         return _fitted(pairs, found, [None] * len(pairs), windows, settings, checkpoint, tell)
     device = moments_device(_device(source), moment_bytes(*shapes, both=both))
@@ -155,16 +159,16 @@ def fit_sides(
     found = []
     selections: list[Selection | None] = []
     total = sum(two.identity.geometry.num_layers for _, two in pairs)
-    for one, two in pairs:
+    for (one, two), norm in zip(pairs, norms, strict=True):
         sums = moments if one is source else moments.reversed()
         shape = one.identity.geometry, two.identity.geometry
         scores = layer_scores(sums, *shape)
         selection: Selection | None = None
         if settings.recipe == "best":
-            solved, selection = choose_recipe(sums, scores, one, two, windows.tuning, settings, tell)
+            solved, selection = choose_recipe(sums, scores, one, two, windows.tuning, settings, norm, tell)
         else:
             if settings.automatic:
-                selection = choose(sums, scores, one, two, windows.tuning, settings, tell)
+                selection = choose(sums, scores, one, two, windows.tuning, settings, norm, tell)
             k = settings.grid(shape[0])[0] if selection is None else selection.k
             strength = settings.regularization
             if strength == "auto":
@@ -177,7 +181,7 @@ def fit_sides(
                 top_layers(scores, k),
                 strength,
                 settings,
-                norms_of(two, settings),
+                norm,
                 tell=lambda step, done=done: tell("solve", done + step, total),  # type: ignore[misc]
             )
         found.append(solved)

@@ -17,7 +17,12 @@ GRID_K = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24)
 GRID_LAMBDA = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 """What `--lambda auto` tries, relative to the mean diagonal."""
 
-DEFAULT_RECIPE: dict[str, Any] = {"first_weight": 0, "stretch": 0.5, "stretch_values": 0.5}
+DEFAULT_RECIPE: dict[str, Any] = {
+    "first_weight": 0,
+    "stretch": 0.5,
+    "stretch_values": 0.5,
+    "normalise_keys": "auto",
+}
 """What `--recipe default` adds to ridge: the best closed form on tuning windows (docs/fidelity.md)."""
 
 
@@ -46,8 +51,8 @@ class FitSettings:
     stretch_values: float = 0.0
     """And from values."""
     normalise_keys: Literal["auto", "on", "off"] = "off"
-    """Mapped keys through the target's k_norm (`kvhub.fit.recipes.normalise`); auto: where it has one, and
-    with `recipe="best"` where that is better."""
+    """Mapped keys through the target's k_norm (`kvhub.fit.recipes.normalise`); auto: where it has one that
+    keys can go through, and with `recipe="best"` where that is better."""
     train: Distill | MlpSettings | None = None
     """Gradient steps after the closed form, or the `mlp` family in its place."""
     created: str | None = None

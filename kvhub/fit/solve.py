@@ -52,7 +52,7 @@ def solve_pair(
     *,
     tell: Callable[[int], None] = lambda step: None,
 ) -> Solved:
-    """Solve every target layer. norms: of `kvhub.fit.recipes.normalise.norms_of`.
+    """Solve every target layer. norms: of `kvhub.fit.recipes.normalise.norms_for`.
 
     Errors: `KvhubError` where a system is singular or a weight not finite.
     """

@@ -25,7 +25,6 @@ from kvhub.fit.calibration import TAIL
 from kvhub.fit.capture import Capture
 from kvhub.fit.moments import PairMoments
 from kvhub.fit.recipes.choice import Choice, solve_choice
-from kvhub.fit.recipes.normalise import norms_of
 from kvhub.fit.recipes.search import search
 from kvhub.fit.ridge import Regularization
 from kvhub.fit.score import apply_ridge
@@ -67,9 +66,10 @@ def choose(
     target: Side,
     windows: Tensor,
     settings: FitSettings,
+    norms: Tensor | None,
     tell: Progress,
 ) -> Selection:
-    """k, then lambda, each by its curve on `windows` (`[n, length]`).
+    """k, then lambda, each by its curve on `windows` (`[n, length]`). norms: of `norms_for`.
 
     Candidates that have fewer rows than features, or whose Gram is not positive definite, are left out.
     Errors: `BadInput` where the windows are too short or no candidate is left.
@@ -83,7 +83,6 @@ def choose(
         else [settings.regularization]
     )
     first = Regularization() if settings.regularization == "auto" else settings.regularization
-    norms = norms_of(target, settings)
     total = len(grid) + len(strengths) - 1
     curve: list[CurvePoint] = []
     with target.live() as model:
@@ -126,18 +125,19 @@ def choose_recipe(
     target: Side,
     windows: Tensor,
     settings: FitSettings,
+    norms: Tensor | None,
     tell: Progress,
     *,
     tries: int = TRIES,
 ) -> tuple[Solved, Selection]:
     """`--recipe best`: `kvhub.fit.recipes.search` on `windows` (`[n, length]`), and every candidate's scores.
 
+    norms: of `norms_for`.
     Errors: `BadInput` where the windows are too short; `KvhubError` where no candidate can be solved.
     """
     tail = _tail(windows, settings)
     shapes = source.identity.geometry, target.identity.geometry
     assert settings.regularization != "auto"
-    norms = norms_of(target, settings)
     start = Choice(
         settings.grid(shapes[0])[0],
         settings.regularization,

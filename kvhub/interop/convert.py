@@ -79,6 +79,12 @@ def export_mapper(directory: Path, output: Path, layout: str, *, drop_exact_pref
     Errors: `Incompatible` for what the layout cannot say, `BadInput`, `Corrupt`, `AccessDenied`.
     """
     manifest = verify_artifact(directory, deep=True)
+    if manifest.normalised:
+        raise Incompatible(
+            f"its mapped keys go through the target's k_norm; {layout} cannot say so",
+            "export one that was fitted with --normalise-keys off",
+            code="family",
+        )
     if manifest.family != "ridge":
         raise Incompatible(f"mappers of family {manifest.family!r} have no such layout", code="family")
     if manifest.weights_dtype == "int8":

@@ -20,7 +20,8 @@ _NAME = re.compile(r"^(?:model\.)?layers\.(\d+)\.self_attn\.k_norm\.weight$")
 def k_norm_weights(path: Path, identity: ModelIdentity) -> Tensor:
     """`[num_layers, head_dim]` float32, rounded to the dtype that the model runs in. path: its directory.
 
-    Errors: `Incompatible(code="k_norm")` where the model has no k_norm; `Corrupt`, `NotFound`.
+    Errors: `Incompatible(code="k_norm")` where the model has no k_norm, or not one weight a dimension of a
+    head in every layer; `Corrupt`, `NotFound`.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -37,7 +38,11 @@ def k_norm_weights(path: Path, identity: ModelIdentity) -> Tensor:
             raise Corrupt(f"{file.name} cannot be read: {shown(error)}") from None
     weights = [found.get(layer, torch.empty(0)) for layer in range(shape.num_layers)]
     if any(weight.shape != (shape.head_dim,) for weight in weights):
-        raise Corrupt(f"{path}: the weights of k_norm are not those of {identity.name}")
+        raise Incompatible(
+            f"{identity.name} has no k_norm of one weight a dimension of a head in every layer",
+            "use --normalise-keys auto or off",
+            code="k_norm",
+        )
     return torch.stack(weights)
 
 

@@ -17,7 +17,6 @@ from kvhub.fit.capture import Capture
 from kvhub.fit.captures import CaptureStore
 from kvhub.fit.moments import PairMoments
 from kvhub.fit.recipes.first import add_weighted
-from kvhub.fit.recipes.normalise import norms_of
 from kvhub.fit.ridge import Regularization
 from kvhub.fit.selection import layer_scores, top_layers
 from kvhub.fit.settings import FitSettings
@@ -171,12 +170,15 @@ class StudyPair:
         regularization: Regularization,
         *,
         settings: FitSettings | None = None,
+        norms: Tensor | None = None,
     ) -> Solved:
-        """Selection and ridge, as `kvhub fit` does them. Errors: those of `solve_pair`."""
+        """Selection and ridge, as `kvhub fit` does them. norms: of `norms_for`.
+
+        Errors: those of `solve_pair`.
+        """
         shapes = self.source.identity.geometry, self.target.identity.geometry
         known = replace(settings or self.settings, k=k)  # type: ignore[arg-type]
         layers = top_layers(layer_scores(moments, *shapes), known.grid(shapes[0])[0])
-        norms = norms_of(self.side(self.target), known)
         return solve_pair(moments, *shapes, layers, regularization, known, norms)
 
     def candidate(self, solved: Solved, *, strip: bool = True, turn: bool = True) -> AffineCandidate:

@@ -11,7 +11,7 @@ from kvhub.fit.distill.run import distil
 from kvhub.fit.distill.schedule import Distill
 from kvhub.fit.recipes.first import LOOK, settled
 from kvhub.fit.recipes.groupwise import solve_groupwise
-from kvhub.fit.recipes.normalise import normalises, norms_of
+from kvhub.fit.recipes.normalise import normalises, norms_for
 from kvhub.fit.ridge import PAPER, Regularization, Support
 from kvhub.fit.run import demand_possible
 from kvhub.fit.selection import layer_scores, top_layers
@@ -42,7 +42,7 @@ class Recipe:
     stretch_keys: float = 0.0
     stretch_values: float = 0.0
     normalise: Literal["auto", "on", "off"] = "off"
-    """Keys through the target's k_norm."""
+    """Keys through the target's k_norm; auto: where it has one, and else stretched."""
     steps: int = 0
     """Gradient steps through the target after the closed form, folded into the same matrices."""
 
@@ -72,11 +72,14 @@ RECIPES = (
     Recipe("closed-form", stride=1, first_weight=0, stretch_keys=0.5, stretch_values=0.5),
     Recipe("normalised", stride=1, first_weight=0, stretch_values=0.5, normalise="on"),
     Recipe("ridge-distilled", steps=60),
-    Recipe("default", stride=1, first_weight=0, stretch_keys=0.5, stretch_values=0.5, steps=60),
-    Recipe("default-normalised", stride=1, first_weight=0, stretch_values=0.5, normalise="on", steps=60),
+    Recipe("default-stretched", stride=1, first_weight=0, stretch_keys=0.5, stretch_values=0.5, steps=60),
+    Recipe(
+        "default", stride=1, first_weight=0, stretch_keys=0.5, stretch_values=0.5, normalise="auto", steps=60
+    ),
 )
 """Each alone, then together; the paper's lambda first, because shares of what is removed are of its excess.
-`default` is what `kvhub fit` does unasked."""
+`default` is what `kvhub fit` does unasked, `default-stretched` the same with `--normalise-keys off`: they are
+one where the target has no k_norm."""
 
 
 def named(name: str) -> Recipe:
@@ -111,13 +114,13 @@ def fit(pair: StudyPair, recipe: Recipe) -> tuple[Solved, float]:
         stride=recipe.stride, exact_prefix=recipe.exact_prefix, first_weight=weight.first_weight
     )
     began = time.perf_counter()
+    norms = norms_for(sides[1], settings, pair.windows()[0])
     if recipe.off_head == 1.0:
-        solved = pair.solve(moments, k, recipe.regularization, settings=settings)
+        solved = pair.solve(moments, k, recipe.regularization, settings=settings, norms=norms)
     else:
         layers = top_layers(layer_scores(moments, *shapes), k)
         solved = solve_groupwise(
-            moments, *shapes, layers, recipe.regularization, settings, norms_of(sides[1], settings),
-            factor=recipe.off_head,
+            moments, *shapes, layers, recipe.regularization, settings, norms, factor=recipe.off_head
         )  # fmt: skip
     if recipe.steps:
         solved = _distilled(pair, solved, recipe, replace(settings, exact_prefix=recipe.exact_prefix))

@@ -15,14 +15,16 @@ from kvhub.study.pair import StudyPair
 from kvhub.study.recipes import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = "paper,head-local,off-head-10,first-4-exact,closed-form,default"
+RECIPES = "paper,head-local,off-head-10,first-4-exact,closed-form,default-stretched,default"
 
 
 def test_the_same_lines_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks import fidelity
 
-    one, two = make_tiny(tmp_path / "one", layers=3), make_tiny(tmp_path / "two", layers=2, seed=1)
+    two_layers, head_dim = 2, 16
+    one = make_tiny(tmp_path / "one", layers=3)
+    two = make_tiny(tmp_path / "two", layers=two_layers, head_dim=head_dim, seed=1)
     texts = [write_text(tmp_path / f"{name}.txt", 150, seed=seed) for seed, name in enumerate("abc")]
 
     fit, trained = fidelity.fit, set()
@@ -57,14 +59,17 @@ def test_the_same_lines_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert lines("two.csv") == first
     again = lines("one.csv", "paper,closed-form")  # replaced, not added
     assert sorted(again, key=str) == sorted(first, key=str)
-    assert trained == {("default", 60)}
+    assert trained == {("default", 60), ("default-stretched", 60)}
     keys = {(line["pair"], line["recipe"], line["domain"]) for line in first}
-    assert len(keys) == len(first) == 2 * 6 * 5  # pairs, recipes with default, all a b c other
+    assert len(keys) == len(first) == 2 * 7 * 5  # pairs, recipes with default, all a b c other
     assert all(line["empty_kl"] and line["native_nll"] and line["wrong_document"] for line in first)
     by = {(line["pair"], line["recipe"], line["domain"]): line for line in first}
-    closed, default = (by["A->B", name, "all"] for name in ("closed-form", "default"))
-    # its gradient steps cost nothing to apply
-    assert all(closed[name] == default[name] for name in ("k", "bytes", "apply_flops", "native_nll"))
+    names = "closed-form", "default-stretched", "default"
+    closed, steps, default = (by["A->B", name, "all"] for name in names)
+    # gradient steps cost nothing to apply, and the norm its weights
+    assert all(closed[name] == steps[name] for name in ("k", "bytes", "apply_flops", "native_nll"))
+    assert default["apply_flops"] == closed["apply_flops"] and default["kl"] != steps["kl"]
+    assert int(default["bytes"]) == int(closed["bytes"]) + two_layers * head_dim * 4
     assert by["A->B", "paper", "all"]["removed"] == "0"
     paper, local = (int(by["A->B", name, "all"]["apply_flops"]) for name in ("paper", "head-local"))
     assert local == paper  # twice the layers, half the heads
