@@ -16,7 +16,9 @@ from kvhub.fit.settings import FitSettings
 from kvhub.model.identity import Geometry
 
 RESERVE = 1.03
-"""What allocators and page tables add."""
+"""What allocators add."""
+LATER = 30_000_000
+"""Bytes that libraries load and keep when a model first runs."""
 _ADD, _SOLVE = "adds up moments", "solves"
 _NOTHING = Footprint(0, 0, 0)
 
@@ -37,7 +39,7 @@ class Budget:
     @property
     def total(self) -> int:
         """Stages come one after the other."""
-        return self.held + int(RESERVE * max(self.stages.values()))
+        return self.held + LATER + int(RESERVE * max(self.stages.values()))
 
     def in_blocks(self, needed: int) -> Budget:
         """The same where some target layers are fitted at a time: `needed` bytes, and no models."""

@@ -1,0 +1,103 @@
+"""Peak memory of whole fits against the bound that each prints before it starts; results/fit_memory.json.
+
+    python -m benchmarks.fit_memory [--only NAME...]                    the shipped pair, float32
+    python -m benchmarks.fit_memory --pair SOURCE TARGET --text FILE --name fit_memory-qwen2.5-coder
+
+Every fit is a `kvhub fit` in a process and a KVHUB_HOME of its own, one thread. The peak is the largest
+resident set that the kernel saw, memory mapped from files included; the bound is what the fit printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import machine
+from benchmarks.servers import ROOT, TEXT
+
+SHIPPED = {
+    "ridge, both ways": "--both --recipe ridge --k 6 --sequences 40",
+    "default": "--distill 3 --sequences 40",
+    "default, short windows": "--distill 3 --sequences 40 --length 256",
+    "ridge, k = 2": "--recipe ridge --k 2 --sequences 40 --length 256",
+    "k auto": "--recipe ridge --k auto --sequences 12 --length 512 --stride 2",
+    "one model at a time": "--recipe ridge --k 6 --both --low-memory --sequences 40",
+    "networks": "--family mlp --sequences 40 --length 256",
+}
+GIVEN = {
+    "ridge": "--recipe ridge --k 8 --sequences 16 --length 512 --stride 2",
+    "ridge, both ways": "--recipe ridge --k 8 --both --sequences 16 --length 512 --stride 2",
+    "one model at a time": "--recipe ridge --k 8 --both --low-memory --sequences 16 --length 512 --stride 2",
+    "default": "--distill 3 --k 8 --sequences 16 --length 512 --stride 2",
+}
+RUN = """
+import resource, sys
+from kvhub.cli import main
+try:
+    main()
+finally:
+    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
+"""
+
+
+def measure(arguments: list[str]) -> dict[str, float | str]:
+    """Bound and peak of one fit, gigabytes of 1e9 bytes."""
+    with tempfile.TemporaryDirectory() as home:
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, "fit", *arguments],
+            env={**os.environ, "KVHUB_HOME": home, "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    said = re.search(r"memory: ([0-9.]+) GB at the peak, while it ([a-z ]+) \(", done.stderr)
+    peak = re.search(r"^peak ([0-9]+)$", done.stderr, re.M)
+    if done.returncode or said is None or peak is None:
+        sys.exit(done.stderr)
+    bound, used = float(said[1]), int(peak[1]) / 1e9
+    return {
+        "bound_gb": bound,
+        "largest_stage": said[2],
+        "peak_gb": round(used, 3),
+        "peak_over_bound": round(used / bound, 3),
+    }
+
+
+def main() -> None:
+    """Measure, print, write after every fit."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pair", nargs=2, metavar=("SOURCE", "TARGET"))
+    parser.add_argument("--text", default=str(TEXT))
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--captures")
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--name", default="fit_memory")
+    given = parser.parse_args()
+    models = given.pair or ["models/small", "models/large"]
+    dtype = given.dtype or ("bfloat16" if given.pair else "float32")
+    common = [*models, "--text", given.text, "--dtype", dtype]
+    if given.captures:
+        common += ["--captures", given.captures]
+    result: dict[str, object] = {
+        "what": "peak resident set of a fit over the bound that it printed",
+        "pair": [Path(model).name for model in models],
+        "dtype": dtype,
+        "captures_on_disk": bool(given.captures),
+    }
+    fits: dict[str, object] = {}
+    for name, options in (GIVEN if given.pair else SHIPPED).items():
+        if given.only and name not in given.only:
+            continue
+        fits[name] = {"options": options, **measure([*common, *options.split()])}
+        print(name, fits[name], flush=True)
+        machine.write(given.name, result | {"fits": fits, "machine": machine.describe()})
+
+
+if __name__ == "__main__":
+    main()
