@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,9 +17,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvhub_kernels.fused import affine_kernel, gather_kernel
-from kvhub_kernels.tiles import ANY, TABLE, Tile
+from kvhub_kernels.tiles import ANY, TABLE, Tile, choose, lanes_of
 
 CAPABILITIES = (80, 90, 100)
+SHARED = {80: 166912, 90: 232448, 100: 232448}
+"""Bytes of shared memory that a program may have."""
+HEADS, HEAD_DIM = 8, 128
+"""Of both sides."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +54,29 @@ class Variant(NamedTuple):
 
 
 def variants(capabilities: tuple[int, ...] = CAPABILITIES) -> Iterator[Variant]:
-    """The gather and every tile of the table, with and without int8, for each GPU generation.
+    """The gather and every tile of the table, with and without int8 and k_norm, for each GPU generation.
 
-    The products that normalise keys differ in their epilogue and are not among them.
+    A tile that normalises keys is the one that `choose` makes of it: it holds whole heads.
     """
     for capability in capabilities:
         yield Variant("gather_kernel", "bfloat16", capability, partial(compile_gather, capability))
         known = 90 if capability >= 90 else 80
         for (least, support, most), tile in TABLE.items():
-            for int8 in (False, True) if least == known else ():
+            for int8, norm in product((False, True), repeat=2) if least == known else ():
                 long = "any" if most == ANY else f"<= {most}"
-                name = f"{support}, {'int8' if int8 else 'bfloat16'}, tokens {long}"
-                make = partial(compile_affine, support, tile, capability, int8=int8, name=name)
+                name = f"{support}, {'int8' if int8 else 'bfloat16'}, tokens {long}" + ", k_norm" * norm
+                used = whole_heads(support, most, capability) if norm else tile
+                make = partial(compile_affine, support, used, capability, int8=int8, name=name, norm=norm)
                 yield Variant("affine_kernel", name, capability, make)
+
+
+def whole_heads(support: str, tokens: int, capability: int) -> Tile:
+    """The tile for `tokens` rows of bfloat16 where keys are normalised."""
+    width = HEADS * HEAD_DIM if support == "full" else HEAD_DIM
+    return choose(
+        support, tokens, width // 2, width,
+        capability=capability, shared=SHARED[capability], itemsize=2, lanes=lanes_of(HEAD_DIM),
+    )  # fmt: skip
 
 
 def compile_all(capabilities: tuple[int, ...] = CAPABILITIES) -> Iterator[Resources]:

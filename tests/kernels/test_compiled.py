@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvhub_kernels.compiled import Resources, compile_affine, compile_gather, variants
-from kvhub_kernels.tiles import ANY, TABLE
+from kvhub_kernels.compiled import HEAD_DIM, Resources, compile_affine, compile_gather, variants, whole_heads
+from kvhub_kernels.tiles import ANY, TABLE, lanes_of
 
 INSTRUCTION = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 
@@ -48,6 +48,17 @@ def test_normalised(support, tmp_path, monkeypatch):
     found = compile_affine(support, tile, 90, int8=False, name=support, norm=True)
     assert found.instructions == "HGMMA" and found.spilled_in_loop == 0
     assert found.shared >= tile.shared(2) * (tile.stages - 1) // tile.stages
+
+
+def test_a_tile_that_normalises_holds_whole_heads(tmp_path, monkeypatch):
+    """One of the table's is narrower than a head: it is widened, as when it is used."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for known, support, most in TABLE:
+        assert whole_heads(support, most, known).pairs >= lanes_of(HEAD_DIM)
+    assert TABLE[80, "full", 64].pairs < lanes_of(HEAD_DIM)
+    tile = whole_heads("full", 64, 80)
+    found = compile_affine("full", tile, 80, int8=False, name="narrow", norm=True)
+    assert found.instructions == "HMMA" and found.spilled_in_loop == 0
 
 
 def test_the_report_is_of_what_is_shipped():
