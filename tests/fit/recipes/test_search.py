@@ -99,6 +99,6 @@ def test_the_default_recipe_says_what_it_did(tmp_path: Path) -> None:
     arguments = pair.arguments("--dtype", "float32", "--recipe", "default", "--output", str(tmp_path / "out"))
     assert run(arguments) == 0
     (directory,) = (tmp_path / "out").iterdir()
-    # random models have no sink
-    expected = "default: first row x1, keys stretched 0.5, values 0.5"
+    # random models have no sink, and these a k_norm
+    expected = "default: first row x1, keys normalised, values stretched 0.5"
     assert verify_artifact(directory, deep=True).recipe == expected
