@@ -97,8 +97,11 @@ def budget(
         "scores": bodies + mappers + 2 * capture,
     }
     if settings.automatic or settings.recipe == "best":
-        logits = 4 * max(model.vocabulary for model in models) * TAIL * (TUNING + 8)
-        stages["chooses"] = most + moments + solve + logits
+        judged = max(
+            _judging(*pair, model, settings.longest, itemsize)
+            for pair, model in zip(pairs, models[::-1], strict=False)
+        )
+        stages["chooses"] = most + moments + solve + judged
     if isinstance(settings.train, Distill):
         stages["takes gradient steps"] = max(
             bodies + models[number].unread + mappers + capture
@@ -143,6 +146,14 @@ def _solve(source: Geometry, target: Geometry, settings: FitSettings) -> int:
     if settings.support == "head-local":
         width, blocks = width, target.num_kv_heads
     return 8 * (4 * blocks * width * width + 4 * width * target.features)
+
+
+def _judging(source: Geometry, target: Geometry, model: Footprint, length: int, itemsize: int) -> int:
+    """What is kept of every tuning window, and one candidate's cache on one of them."""
+    rows, native = source.num_layers * source.features, 2 * itemsize * target.num_layers * target.features
+    queries = itemsize * target.num_layers * target.num_attention_heads * target.head_dim
+    each = length * (rows * (4 + itemsize) + native) + TAIL * (queries + 4 * model.vocabulary)
+    return TUNING * each + 3 * length * native + 8 * 4 * TAIL * model.vocabulary
 
 
 def _distilling(
