@@ -25,7 +25,7 @@ from kvhub.fit.distill.run import corrections_of, distil, folded
 from kvhub.fit.distill.schedule import Distill
 from kvhub.fit.distill.through import Through, split_of
 from kvhub.fit.moments import PairMoments
-from kvhub.fit.recipes.normalise import norm_in, norms_of
+from kvhub.fit.recipes.normalise import norm_in, norms_for
 from kvhub.fit.ridge import Regularization
 from kvhub.fit.selection import select_layers
 from kvhub.fit.settings import FitSettings
@@ -86,7 +86,7 @@ def ready(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         moments.add(capture(source, window).rows(positions), capture(target, window).rows(positions))
     moments.flush()
     layers = select_layers(moments, *shapes, 1)
-    norms = norms_of(Side.of(target), settings)
+    norms = norms_for(Side.of(target), settings, windows.fit[0])
     solved = solve_pair(moments, *shapes, layers, Regularization(1e-3), settings, norms)
     assert solved.normalised == bool(normalised)
     yield Ready(source, target, windows, settings, solved)

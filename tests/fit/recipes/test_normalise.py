@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.fitting import Pair
 from support.prose import write_text
 from support.tiny import make_tiny
@@ -287,6 +288,49 @@ def test_a_checkpoint_of_other_keys_is_refused(
     capsys.readouterr()
     assert run(arguments) == 2
     assert "normalise_keys" in capsys.readouterr().err
+
+
+def test_the_command_says_why_it_goes_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One layer's weights are zero in the file: a model whose attention there sees no key."""
+    pair = Pair.make(tmp_path)
+    (file,) = Path(pair.target).glob("*.safetensors")
+    name = "model.layers.1.self_attn.k_norm.weight"
+    save_file(load_file(file) | {name: torch.zeros(24)}, file, {"format": "pt"})
+    arguments = pair.arguments("--dtype", "float32", "--recipe", "default", "--distill", "0")
+    assert run([*arguments, "--output", str(tmp_path / "out")]) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "mapped keys" in line]
+    assert notes == [
+        "note: mapped keys are stretched, not normalised:"
+        " the keys of two in layer 1 are not normalised by its k_norm"
+    ]
+    (directory,) = (tmp_path / "out").iterdir()
+    assert read_manifest(directory).family == "ridge"
+    assert run([*arguments, "--normalise-keys", "on"]) == 7
+    assert "use --normalise-keys off" in capsys.readouterr().err
+
+
+def test_one_that_goes_on_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair.make(tmp_path)
+
+    def arguments(name: str) -> list[str]:
+        given = pair.arguments("--recipe", "default", "--distill", "2", "--dtype", "float32", "--both")
+        return [*given, "--checkpoint-every", "5", "--checkpoint", str(tmp_path / f"{name}-progress"),
+                "--output", str(tmp_path / name)]  # fmt: skip
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    assert run(arguments("whole")) == 0
+    for place in ("kvhub.fit.run.solve_pair", "kvhub.fit.distill.run.folded", "kvhub.fit.run.held_out_score"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, killed)
+            assert run(arguments("parts")) == 130
+    assert run(arguments("parts")) == 0
+    whole, parts = (sorted((tmp_path / name).iterdir()) for name in ("whole", "parts"))
+    assert len(whole) == len(parts) == 2
+    for one, other in zip(whole, parts, strict=True):
+        assert read_manifest(one).family == "ridge-k-norm" and read_manifest(one).training is not None
+        assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
