@@ -53,7 +53,9 @@ def main() -> int:
         left = {path.name for path in fuzz.settings.mappers.glob("*")} - {".lock", fuzz.manifest.digest}
         result = {
             "cases": arguments.cases,
-            "outcomes": dict(found),
+            "outcomes": dict(sorted(found.items())),
+            "hub_cases": fuzz.hub_cases,
+            "hub_cases_that_met_their_fault": fuzz.delivered,
             "faults": len(faults),
             "written_outside_the_store": strays,
             "left_in_the_store": sorted(left),
@@ -63,7 +65,7 @@ def main() -> int:
     print(json.dumps(result, indent=2))
     (ROOT / "benchmarks" / "results").mkdir(exist_ok=True)
     (ROOT / "benchmarks" / "results" / "hub_fuzz.json").write_text(json.dumps(result, indent=2) + "\n")
-    return int(bool(faults or strays or left))
+    return int(bool(faults or strays or left) or fuzz.delivered != fuzz.hub_cases)
 
 
 def _peak() -> int:

@@ -1,5 +1,10 @@
 """`python -m kvhub`."""
 
-from kvhub.cli import main
+from kvhub.interrupt import watch
 
-main()
+watch()
+
+from kvhub.cli import main  # noqa: E402 - Ctrl-C first
+
+if __name__ == "__main__":
+    main()

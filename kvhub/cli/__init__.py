@@ -6,10 +6,18 @@ Exit codes: 0 ok, 1 failure, 2 usage or input, 3 not found, 4 access, 5 network,
 
 from __future__ import annotations
 
-import errno
-import importlib
 import os
 import sys
+
+from kvhub import interrupt
+
+if os.path.basename(sys.argv[0]) in ("kvhub", "-m"):  # noqa: PTH119 - the process is ours, from here on
+    interrupt.watch()
+
+import errno
+import importlib
+import io
+import re
 import traceback
 import warnings
 from typing import NoReturn
@@ -57,6 +65,8 @@ COMMANDS = {
     "serve": "Serve a model with SGLang, reusing other models' caches.",
 }
 
+LONGEST = 400
+"""Letters of a word in a message."""
 MODULES = {"import": "import_"}
 """Modules that are not called like their command."""
 
@@ -83,7 +93,10 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """As click does, with its "Did you mean" over all our names."""
         try:
-            return super().resolve_command(ctx, args)
+            found = super().resolve_command(ctx, args)
+            if not ctx.resilient_parsing:
+                interrupt.working()
+            return found
         except click.NoSuchCommand as error:
             raise click.NoSuchCommand(error.command_name, possibilities=COMMANDS, ctx=ctx) from None
 
@@ -111,9 +124,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
     KVHUB_DEBUG=1 shows the traceback as well, and what libraries warn of, as `python -W` does.
     """
+    interrupt.watch()
     if not sys.warnoptions and os.environ.get("KVHUB_DEBUG") != "1":
         warnings.simplefilter("ignore")  # of libraries: kvhub itself speaks through notes and errors
-    sys.exit(run(argv))
+    code = run(argv)
+    interrupt.through()
+    sys.exit(code)
 
 
 def run(argv: list[str] | None = None) -> int:
@@ -121,15 +137,18 @@ def run(argv: list[str] | None = None) -> int:
     try:
         code = cli.main(args=argv, prog_name="kvhub", standalone_mode=False)
         sys.stdout.flush()
+        if interrupt.lost():
+            return _interrupted_now()
         return code if isinstance(code, int) else 0
     except KvhubError as error:
         return _fail(error.message, error.hint, error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         _debug()
-        click.echo("Interrupted", err=True)
-        return 130
+        return _interrupted_now()
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(file=shown)
+        click.echo(_short(shown.getvalue()), nl=False, err=True)
         return error.exit_code
     except click.exceptions.Exit as stop:
         return stop.exit_code
@@ -142,6 +161,9 @@ def run(argv: list[str] | None = None) -> int:
             f"{error.filename or 'a file'} may not be written", "check who owns it, or set KVHUB_HOME", 4
         )
     except Exception as error:  # the last line of defence: no user sees a traceback
+        if interrupt.seen() or _interrupted(error):  # libraries make errors of their own of it
+            _debug()
+            return _interrupted_now()
         from kvhub.cli import output
         from kvhub.files import is_full
 
@@ -151,15 +173,18 @@ def run(argv: list[str] | None = None) -> int:
             where = f"{error.filename or 'a file'} is on a disk that is read-only"
             return _fail(where, "set KVHUB_HOME or HF_HOME elsewhere", 4)
 
-        if _interrupted(error):  # some libraries turn a Ctrl-C during an import into an error of their own
-            click.echo("Interrupted", err=True)
-            return 130
         known = _registry_error(error)
         if known is not None:
             return _fail(known.message, known.hint, known.exit_code)
         detail = output.clean(str(error)).strip()
         what = f"{type(error).__name__}: {detail}" if detail else type(error).__name__
         return _fail(what[:500], "this is a bug in kvhub; set KVHUB_DEBUG=1 to see where", 1)
+
+
+def _interrupted_now() -> int:
+    interrupt.through()  # all is cleaned up: once more, and the process ends
+    click.echo("Interrupted", err=True)
+    return interrupt.CODE
 
 
 def _interrupted(error: BaseException | None) -> bool:
@@ -176,10 +201,18 @@ def _fail(message: str, hint: str, code: int) -> int:
     from kvhub.cli import output
 
     _debug()
-    click.echo(f"Error: {output.clean(message)}", err=True)
+    click.echo(f"Error: {output.clean(_short(message))}", err=True)
     if hint:
-        click.echo(f"Hint: {output.clean(hint)}", err=True)
+        click.echo(f"Hint: {output.clean(_short(hint))}", err=True)
     return code
+
+
+def _short(text: str) -> str:
+    """Without the middle of words that are longer than any name: somebody's argument, given back."""
+    text = re.sub(
+        rf"\S{{{LONGEST + 1},}}", lambda word: f"{word[0][: LONGEST // 2]}...{word[0][-LONGEST // 4 :]}", text
+    )
+    return text if len(text) <= 10 * LONGEST else f"{text[: 10 * LONGEST]}..."
 
 
 def _debug() -> None:

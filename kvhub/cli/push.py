@@ -20,7 +20,9 @@ from kvhub.cli.complete import MAPPER
 @click.option("--private", is_flag=True, help="Create the repository private.")
 @click.option("--tag", metavar="TAG", help="Name this version (v1); a tag never moves.")
 @click.option("--message", "-m", help="Title of the commit.")
-@click.option("--license", "licence", metavar="ID", help="Licence of the mapper, for its card (apache-2.0).")
+@click.option(
+    "--license", "licence", metavar="ID", help="Licence of the mapper (apache-2.0); else its card's stays."
+)
 @click.option("--allow-unevaluated", is_flag=True, help="Publish without passing evidence; the card says so.")
 @click.option("--create-pr", is_flag=True, help="Propose it to a repository of somebody else.")
 def command(
@@ -61,5 +63,5 @@ def command(
     click.echo(output.clean(f"{pushed.place}@{pushed.commit}{version}  {pushed.manifest.digest}"))
     if pushed.pull_request:
         click.echo(output.clean(pushed.pull_request))
-    if licence is None:
+    if pushed.licence is None:
         output.note("the card declares no licence; --license sets one, after a look at those of both models")

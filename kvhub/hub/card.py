@@ -15,7 +15,7 @@ from typing import Any
 
 from kvhub.artifact.manifest import Manifest
 from kvhub.evaluation.evidence import ALL, Evidence, Score, Verdict
-from kvhub.hub.figures import title
+from kvhub.hub.figures import DIAGNOSED, title
 from kvhub.hub.reference import Reference
 from kvhub.model.identity import ModelIdentity
 
@@ -30,6 +30,11 @@ _METRICS = (
     "attention_cosine_worst",
     "r2_key",
     "r2_value",
+)
+MAPS, BY_K = DIAGNOSED
+NO_R2_BY_K = (
+    "R2 by k is not shown: `kvhub diagnose` had too few windows for it (a k takes twice as many rows as it "
+    "has features; `--windows` gives more)."
 )
 INDEXED = ("top1", "kl", "gap_recovered", "attention_cosine")
 
@@ -173,6 +178,7 @@ def _body(
         _method(manifest),
         *_scores(evidence),
         *[f"![{markdown(title(name))}](assets/{name})" for name in images],
+        *([NO_R2_BY_K] if MAPS in images and BY_K not in images else []),
         "## Limits",
         "The mapped cache is an approximation: answers differ from those of a native prefill, by as much "
         "as the scores say and on other text possibly by more. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,13 +14,14 @@ from kvhub.evaluation.gate import rejudge
 from kvhub.hub.card import card, on_hub
 from kvhub.hub.index import Entry, entries, index_card, index_front_matter, listing
 from kvhub.hub.reference import Reference
-from kvhub.hub.remote import mapper_folders
+from kvhub.hub.remote import Remote, download, mapper_folders
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import ModelInfo
 
 CARD = "README.md"
+CARD_LIMIT = 4 << 20
 _PICTURE = re.compile(r"assets/[\w.-]{1,128}\.png", re.ASCII)
 
 
@@ -92,6 +94,27 @@ def _licences(hub: HfApi, manifest: Manifest) -> dict[str, str]:
                 if said := _licence(hub.model_info(model.name, timeout=10)):
                     found[model.name] = said[:64]
     return found
+
+
+def kept_licence(hub: HfApi, head: ModelInfo, wanted: Reference) -> str | None:
+    """The licence that this mapper's card declares already; None without one. Errors: the client's."""
+    if not wanted.subfolder:
+        return _licence(head)
+    sizes = {sibling.rfilename: sibling.size for sibling in head.siblings or []}
+    path = wanted.path(CARD)
+    if path not in sizes or (sizes[path] or 0) > CARD_LIMIT:
+        return None
+    from huggingface_hub.repocard import metadata_load
+
+    remote = Remote(wanted, str(head.sha), {CARD: sizes[path] or CARD_LIMIT}, {})
+    with tempfile.TemporaryDirectory(prefix="kvhub-") as name:
+        download(hub, remote, CARD, Path(name))
+        try:
+            said = metadata_load(Path(name) / path)
+        except Exception:  # somebody may have written anything there
+            return None
+    declared = said.get("license") if isinstance(said, dict) else None
+    return declared[:64] if isinstance(declared, str) and declared else None
 
 
 def _licence(info: ModelInfo) -> str | None:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, TypeVar
 from kvhub import __version__
 from kvhub.errors import AccessDenied, BadInput, Corrupt, KvhubError, NotFound, Unreachable
 from kvhub.files import is_denied, is_full
+from kvhub.hub import bounds
+from kvhub.hub.bounds import ASKED, LONGEST_WAIT
 from kvhub.hub.reference import parse
 from kvhub.model.resolve import quiet_client
 from kvhub.strict_json import shown
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 ATTEMPTS = 4
-LONGEST_WAIT = 60.0
-"""Seconds; a longer Retry-After is not waited for."""
 LOGIN = "set HF_TOKEN or run `hf auth login`"
 
 
@@ -51,11 +51,12 @@ def without_xet() -> Iterator[None]:
 
 
 def api() -> HfApi:
-    """The client, naming kvhub in its user agent; HF_ENDPOINT as it is now, not as it was at import."""
+    """The client, its answers bounded; HF_ENDPOINT as it is now, not as it was at import."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     quiet_client()
+    bounds.install()
     if "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
         disable_progress_bars()  # one bar of ours, not one for each file
     endpoint = os.environ.get("HF_ENDPOINT") or None
@@ -73,7 +74,7 @@ def split(reference: str) -> tuple[str, str | None]:
     """`org/name[@revision]` as repository and revision. Errors: `BadInput`."""
     found = parse(reference)
     if found.subfolder:
-        raise BadInput(f"{reference!r} is not a Hub repository", "write org/name, or org/name@revision")
+        raise BadInput(f"{reference[:200]!r} is not a Hub repository", "write org/name, or org/name@revision")
     return found.repo_id, found.revision
 
 
@@ -87,12 +88,14 @@ def ask(
     """Call the client, retrying 429, 5xx and lost connections a few times; anything else is final.
 
     what: the repository, for messages. Retry-After is honoured up to
-    `LONGEST_WAIT`. Errors: `NotFound`, `AccessDenied`, `Unreachable`,
-    `Corrupt`, `BadInput`, `KvhubError`.
+    `LONGEST_WAIT`, and what the Hub sends is bounded (`kvhub.hub.bounds`).
+    Errors: `NotFound`, `AccessDenied`, `Unreachable`, `Corrupt` (also an
+    answer that no Hub gives), `BadInput`, `KvhubError`.
     """
     for attempt in range(ATTEMPTS):
         try:
-            return call()
+            with bounds.within(what):
+                return call()
         except KvhubError:
             raise
         except Exception as error:
@@ -109,8 +112,10 @@ def explain(error: Exception, what: str, revision: str | None = None) -> KvhubEr
 
     if isinstance(error, hub.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # "cannot find it locally": the reason is underneath
+    if isinstance(error, KvhubError):
+        return error
     if isinstance(error, hub.HFValidationError):
-        return BadInput(f"{what!r} is not a Hub repository", "write org/name")
+        return BadInput(f"{what[:200]!r} is not a Hub repository", "write org/name")
     if isinstance(error, hub.OfflineModeIsEnabled):
         return Unreachable("the Hub client is offline", "unset HF_HUB_OFFLINE")
     if isinstance(error, hub.GatedRepoError):
@@ -144,7 +149,17 @@ def explain(error: Exception, what: str, revision: str | None = None) -> KvhubEr
         )
     if _is_transport(error):
         return Unreachable(f"cannot reach the Hub for {what}", "check the network and HF_ENDPOINT")
-    return KvhubError(f"the Hub client failed for {what}: {type(error).__name__}: {shown(error)}")
+    if isinstance(error, OSError | MemoryError) and not isinstance(error, hub.FileMetadataError):
+        return KvhubError(f"the Hub client failed for {what}: {type(error).__name__}: {shown(error)}")
+    return _nonsense(what, type(error).__name__)
+
+
+def _nonsense(what: str, how: str) -> Corrupt:
+    """For an answer that the client could not read: of a proxy, a log-in page, or somebody hostile."""
+    return Corrupt(
+        f"the answer for {what} is none that the Hub gives ({how})",
+        "check HF_ENDPOINT, and whether a proxy or a log-in page answers in its place",
+    )
 
 
 def _by_status(status: int, what: str, said: str | None) -> KvhubError:
@@ -159,6 +174,8 @@ def _by_status(status: int, what: str, said: str | None) -> KvhubError:
         return NotFound(f"{what} is not on the Hub", "check the name, and that it was not deleted")
     if status in (409, 412):
         return KvhubError(f"{what} changed on the Hub in the meantime", "run the command again")
+    if status < 400:
+        return _nonsense(what, f"status {status}")
     if status == 429 or status >= 500:
         return Unreachable(f"the Hub answers {status} for {what}", "try again later")
     return KvhubError(f"the Hub refuses this on {what} ({status}){detail}")
@@ -175,7 +192,7 @@ def _wait(error: Exception, attempt: int) -> float | None:
     if status != 429 and status < 500:
         return None
     response = getattr(error, "response", None)
-    asked = _seconds(str(getattr(response, "headers", {}).get("Retry-After", "")).strip())
+    asked = _seconds(str(getattr(response, "extensions", {}).get(ASKED, "")))
     if asked is not None:
         return asked if asked <= LONGEST_WAIT else None
     return 2.0**attempt * random.uniform(0.5, 1.0)
@@ -187,11 +204,11 @@ def _seconds(asked: str) -> float | None:
         return float(asked)
     try:
         when = parsedate_to_datetime(asked)
-    except ValueError:
+        if when.tzinfo is None:  # "-0000": of no zone in particular
+            when = when.replace(tzinfo=UTC)
+        return max(0.0, (when - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError, IndexError, OverflowError):  # a date of no calendar
         return None
-    if when.tzinfo is None:  # "-0000": of no zone in particular
-        when = when.replace(tzinfo=UTC)
-    return max(0.0, (when - datetime.now(UTC)).total_seconds())
 
 
 def _lacks_xet(error: Exception) -> bool:

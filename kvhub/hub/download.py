@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,17 +19,26 @@ Progress = Callable[[int, int], None]
 
 
 def download_all(
-    hub: HfApi, remote: Remote, names: Sequence[str], staged: Path, *, total: int, progress: Progress | None
+    hub: HfApi,
+    remote: Remote,
+    sizes: Mapping[str, int],
+    staged: Path,
+    *,
+    total: int,
+    progress: Progress | None,
 ) -> None:
-    """Several files at once; the first failure ends it. total: bytes, for `progress`."""
+    """Several files at once; the first failure ends it.
+
+    sizes: bytes by name, and no more is taken. total: bytes, for `progress`.
+    """
 
     def report() -> None:
         if progress is not None:
             progress(min(_written(staged), total), total)
 
     for_each(
-        names,
-        lambda name: download(hub, remote, name, staged),
+        list(sizes),
+        lambda name: download(hub, remote, name, staged, sizes[name]),
         lambda _: None,
         threads=PARALLEL,
         name="kvhub-pull",

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 LAYERS = "r2_by_layer.png"
 CURVE = "choice_of_k.png"
+SELECTION = "selection.png"
+"""The same choice as a fit draws it, beside the mapper: left out where there is `CURVE`."""
 LIMIT = 4096
 """Cells of a heat map; a larger one would not be read."""
 
@@ -56,7 +58,8 @@ def title(name: str) -> str:
     """What a picture shows, for those who do not see it."""
     from kvhub.report.pictures import TITLES
 
-    ours = {LAYERS: "R2 and attention-output cosine by target layer", CURVE: "How k and lambda were chosen"}
+    chosen = "How k and lambda were chosen"
+    ours = {LAYERS: "R2 and attention-output cosine by target layer", CURVE: chosen, SELECTION: chosen}
     return ours.get(name) or TITLES.get(name) or name
 
 

@@ -20,6 +20,7 @@ from kvhub_registry import MapperRow
 LOCK = "kvhub.lock"
 LOCK_LIMIT = 16 << 20
 VERSION = 1
+_ANEW = "take the file from where it came again; kvhub lock writes it anew"
 
 RepoId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}$")]
 
@@ -94,14 +95,17 @@ def make_lock(found: Sequence[tuple[MapperRow, Manifest]]) -> Lock:
 
 def read_lock(path: Path) -> Lock:
     """Read a lock file strictly. Errors: `NotFound`, `Corrupt`, `Incompatible` for a newer one."""
-    data = read_bounded(path, limit=LOCK_LIMIT)
-    version = parse_object(data, path.name).get("version")
-    if type(version) is int and version > VERSION:
-        raise Incompatible(f"{path} was written by a newer kvhub", "upgrade kvhub", code="schema")
     try:
+        data = read_bounded(path, limit=LOCK_LIMIT)
+        version = parse_object(data, path.name).get("version")
+        if type(version) is int and version > VERSION:
+            raise Incompatible(f"{path} was written by a newer kvhub", "upgrade kvhub", code="schema")
         return Lock.model_validate_json(data)
     except ValidationError as error:
-        raise Corrupt(f"{path.name}: {first_fault(error)}") from None
+        raise Corrupt(f"{path.name}: {first_fault(error)}", _ANEW) from None
+    except Corrupt as error:
+        error.hint = error.hint or _ANEW
+        raise
 
 
 def write_lock(path: Path, lock: Lock) -> None:

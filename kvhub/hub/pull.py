@@ -149,8 +149,8 @@ def _fetch_files(
     wanted = [entry for entry in manifest.files if not blobs.reuse(staged, entry, settings)]
     size = sum(entry.size for entry in wanted)
     _check_room(settings.mappers, size)
-    names = [entry.name for entry in wanted]
-    download_all(hub, remote, names, staging, total=manifest.size, progress=progress)
+    sizes = {entry.name: entry.size for entry in wanted}
+    download_all(hub, remote, sizes, staging, total=manifest.size, progress=progress)
 
 
 def _check_room(mappers: Path, size: int) -> None:

@@ -13,16 +13,16 @@ from kvhub.artifact.evidence import read_evidence
 from kvhub.artifact.layout import EVIDENCE, MANIFEST, SIGNATURE
 from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.read import verify_artifact
-from kvhub.catalog import record_location
+from kvhub.catalog import explained, open_registry, record_location
 from kvhub.diagnostics.record import read_diagnostics
 from kvhub.errors import BadInput, Corrupt, Incompatible, KvhubError, NotFound
 from kvhub.evaluation.gate import reason, rejudge
 from kvhub.hub import client
-from kvhub.hub.cards import cards
+from kvhub.hub.cards import cards, kept_licence
 from kvhub.hub.download import Progress
-from kvhub.hub.figures import figures
+from kvhub.hub.figures import CURVE, SELECTION, figures
 from kvhub.hub.index import AUTOMATIC, Entry, automatic
-from kvhub.hub.reference import Reference, is_revision, parse
+from kvhub.hub.reference import Reference, is_place, is_revision, parse
 from kvhub.hub.remote import blob_id, check_listing, mapper_folders
 from kvhub.hub.upload import upload
 from kvhub.settings import Settings
@@ -47,6 +47,8 @@ class Pushed:
     pull_request: str | None = None
     """Its URL, where the mapper was proposed and not published."""
     subfolder: str = ""
+    licence: str | None = None
+    """What its card declares."""
 
     @property
     def place(self) -> str:
@@ -77,13 +79,16 @@ def push(
     the head that was seen, so that somebody else's push is never overwritten,
     and what the Hub then says it holds is compared with the manifest. Weights go
     first, each file its own unit of retry; a commit never names half of them.
-    create_pr: propose the commit to a repository that exists, instead.
+    create_pr: propose the commit to a repository that exists, instead; that is noted here as
+    `org/name@refs/pr/N`, and is no place of the mapper. licence: else the card's stays.
     Errors: `Corrupt`, `Incompatible` (no evidence), `BadInput` (a repository
     of something else; a tag that is taken), `AccessDenied`, `Unreachable`.
     """
     wanted = parse(reference, subfolder=subfolder)
     if wanted.revision is not None:
-        raise BadInput(f"{reference!r} names a revision", "push goes to main; name the version with --tag")
+        raise BadInput(
+            f"{reference[:200]!r} names a revision", "push goes to main; name the version with --tag"
+        )
     if tag is not None and not is_revision(tag):
         raise BadInput(
             f"{tag[:200]!r} cannot be a tag", "letters, digits, '.', '_', '-' and '/', as in v1; at most 255"
@@ -118,6 +123,7 @@ def push(
         raise BadInput(f"{wanted.place} holds something that is no mapper", "push to another repository")
     taken = _tag(hub, repo_id, tag) if tag else None
     sent = {wanted.path(name): content for name, content in files.items()}
+    licence = licence or kept_licence(hub, head, wanted)
     sent |= cards(hub, head, wanted, Entry(wanted.subfolder, manifest, evidence), files, licence)
     title = (
         message or f"kvhub mapper {manifest.digest[:12]}: {manifest.source.name} -> {manifest.target.name}"
@@ -149,10 +155,21 @@ def push(
     if tag and taken != commit:
         _name(hub, repo_id, tag, commit)
     with suppress(NotFound):  # a directory that was never registered here
-        record_location(
-            manifest.digest, HubLocation(repo_id=wanted.place, commit=commit, pushed=True), settings
-        )
-    return Pushed(repo_id, commit, manifest, tag, proposal, wanted.subfolder)
+        if proposal is not None:
+            _proposed(manifest.digest, wanted.place, commit, proposal, settings)
+        else:
+            place = HubLocation(repo_id=wanted.place, commit=commit, pushed=True)
+            record_location(manifest.digest, place, settings)
+    return Pushed(repo_id, commit, manifest, tag, proposal, wanted.subfolder, licence)
+
+
+def _proposed(digest: str, place: str, commit: str, url: str, settings: Settings | None) -> None:
+    """Note a proposal under its own revision: it is no place of the mapper before somebody merges it."""
+    number = url.rstrip("/").rpartition("/")[2]
+    name = f"{place}@refs/pr/{number}"
+    if is_place(name):
+        with explained(), open_registry(settings) as registry:
+            registry.set_alias(name, digest, f"proposed {commit[:8]}")
 
 
 def _files(directory: Path, manifest: Manifest, evidence: Evidence | None) -> dict[str, Path | bytes]:
@@ -163,6 +180,8 @@ def _files(directory: Path, manifest: Manifest, evidence: Evidence | None) -> di
         diagnostics = read_diagnostics(directory, manifest)
     for name, data in figures(manifest, evidence, diagnostics).items():
         images.setdefault(name, data)
+    if CURVE in images:
+        images.pop(SELECTION, None)
     files: dict[str, Path | bytes] = {entry.name: directory / entry.name for entry in manifest.files}
     files[MANIFEST] = manifest.to_bytes()
     files |= {f"assets/{name}": content for name, content in images.items()}

@@ -14,6 +14,7 @@ from kvhub.errors import BadInput
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,254}", re.ASCII)
 _FOLDER = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95}){0,3}", re.ASCII)
+_ONE = "give one of them"
 _RESERVED = {"assets"}
 """Folders of a mapper's own."""
 
@@ -45,19 +46,19 @@ def parse(reference: str, *, revision: str | None = None, subfolder: str = "") -
     """Read a reference; revision and subfolder may also be given apart, but not twice. Errors: `BadInput`."""
     whole, separator, named = reference.partition("@")
     if separator and revision is not None:
-        raise BadInput(f"{reference!r} names a revision, and {revision!r} is another", "give one of them")
+        raise BadInput(f"{_short(reference)} names a revision, and {_short(revision)} is another", _ONE)
     namespace, _, rest = whole.partition("/")
     name, _, inner = rest.partition("/")
     if inner and subfolder:
-        raise BadInput(f"{reference!r} names a folder, and {subfolder!r} is another", "give one of them")
+        raise BadInput(f"{_short(reference)} names a folder, and {_short(subfolder)} is another", _ONE)
     repo_id = f"{namespace}/{name}"
     if not _REPOSITORY.fullmatch(repo_id) or ".." in repo_id or "--" in repo_id or whole.endswith("/"):
         raise BadInput(
-            f"{reference[:200]!r} is not a Hub repository", "write org/name, or org/name/folder@revision"
+            f"{_short(reference)} is not a Hub repository", "write org/name, or org/name/folder@revision"
         )
     wanted = named if separator else revision
     if wanted is not None and not is_revision(wanted):
-        raise BadInput(f"{wanted[:200]!r} is not a revision", "a branch, a tag or a commit")
+        raise BadInput(f"{_short(wanted)} is not a revision", "a branch, a tag or a commit")
     return Reference(repo_id, folder(inner or subfolder), wanted)
 
 
@@ -72,7 +73,7 @@ def folder(text: str) -> str:
     parts = text.split("/")
     if text and (not _FOLDER.fullmatch(text) or ".." in text or _RESERVED & set(parts)):
         raise BadInput(
-            f"{text[:200]!r} cannot be a mapper's folder",
+            f"{_short(text)} cannot be a mapper's folder",
             "letters, digits, '.', '_' and '-', at most four deep, not 'assets'",
         )
     return text
@@ -93,3 +94,8 @@ def is_place(text: str) -> bool:
     except BadInput:
         return False
     return True
+
+
+def _short(text: str) -> str:
+    """A reference for a message, which nobody reads to the end where it is long."""
+    return repr(text if len(text) <= 200 else f"{text[:199]}\N{HORIZONTAL ELLIPSIS}")

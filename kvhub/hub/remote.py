@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvhub.artifact.layout import EVIDENCE, EVIDENCE_LIMIT, MANIFEST, MANIFEST_LIMIT, SIGNATURE
 from kvhub.errors import Corrupt, NotFound
-from kvhub.hub import client
+from kvhub.hub import bounds, client
+from kvhub.hub.parallel import Stopped
 from kvhub.hub.reference import Reference, is_folder
 from kvhub.store.signature import SIGNATURE_LIMIT
 from kvhub_registry.names import is_digest_prefix
@@ -58,7 +59,7 @@ def resolve(hub: HfApi, reference: Reference) -> tuple[Remote, str]:
         lambda: hub.model_info(repo_id, revision=reference.revision, files_metadata=True),
         revision=reference.revision,
     )
-    if not info.sha:
+    if info.sha in (None, ""):
         raise NotFound(f"{repo_id} has no commit yet", "kvhub push makes one")
     check_listing(info, repo_id)
     folders = mapper_folders(info)
@@ -82,9 +83,9 @@ def check_listing(info: ModelInfo, repo_id: str) -> None:
     for sibling in info.siblings or []:
         known = isinstance(sibling.rfilename, str) and isinstance(sibling.blob_id, str | None)
         if not known or type(sibling.size) not in (int, type(None)):
-            raise Corrupt(f"the Hub lists the files of {repo_id} in a form that is none")
+            raise Corrupt(f"the Hub lists the files of {repo_id} in a form that is none", "check HF_ENDPOINT")
     if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
-        raise Corrupt(f"the Hub names no commit of {repo_id}")
+        raise Corrupt(f"the Hub names no commit of {repo_id}", "check HF_ENDPOINT; try again")
 
 
 def mapper_folders(info: ModelInfo) -> list[str]:
@@ -151,16 +152,23 @@ def card_block(info: ModelInfo) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return block, inner
 
 
-def download(hub: HfApi, remote: Remote, name: str, staged: Path) -> None:
-    """One file of the commit into `staged`, in the mapper's folder there.
+def download(hub: HfApi, remote: Remote, name: str, staged: Path, size: int | None = None) -> None:
+    """One file of the commit into `staged`, which exists, in the mapper's folder there.
 
-    Errors: the client's; `Corrupt` where git's blob id differs.
+    size: its bytes, where more is known than the listing says; what comes ends there.
+    Errors: the client's; `Corrupt` where more comes, or git's blob id differs.
     """
     reference, path = remote.reference, remote.reference.path(name)
-    client.ask(
-        reference.place,
-        lambda: hub.hf_hub_download(reference.repo_id, path, revision=remote.commit, local_dir=staged),
-    )
+    listed = size if size is not None else remote.sizes.get(name)
+    limit = LIMITS.get(name) if listed is None else listed
+
+    def once() -> None:
+        if not staged.is_dir():  # the client would make it again, after who staged it has cleaned up
+            raise Stopped("stopped")
+        hub.hf_hub_download(reference.repo_id, path, revision=remote.commit, local_dir=staged)
+
+    with bounds.task(reference.place, file=name, size=limit):
+        client.ask(reference.place, once)
     if remote.blobs.get(name) and name in LIMITS:
         data = (staged / path).read_bytes()
         if blob_id(data) != remote.blobs[name]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from kvhub.hub import client
+from kvhub.hub import bounds, client
 from kvhub.hub.card import INDEXED, tag
 from kvhub.hub.reference import is_folder
 from kvhub.hub.remote import card_block
@@ -60,21 +60,24 @@ def search(
     filters += [f"kvhub-target:{tag(target)}"] if target else []
     filters += [f"kvhub-family:{family}"] if family else []
     hub = client.api()
-    found = client.ask(
-        "the Hub",
-        lambda: list(
-            hub.list_models(
-                filter=filters,
-                search=text,
-                author=author,
-                sort="downloads",
-                limit=limit + 1,
-                expand=["cardData", "sha", "downloads", "lastModified", "tags", "gated"],
-            )
-        ),
-    )
+    with bounds.task("the Hub", one_page=True) as asked:  # a Hub may name a next page for ever
+        found = client.ask(
+            "the Hub",
+            lambda: list(
+                hub.list_models(
+                    filter=filters,
+                    search=text,
+                    author=author,
+                    sort="downloads",
+                    limit=limit + 1,
+                    expand=["cardData", "sha", "downloads", "lastModified", "tags", "gated"],
+                )
+            ),
+        )
     if len(found) > limit and note is not None:
         note(f"only the {limit} repositories of the most downloads were looked at: narrow it down for others")
+    elif asked.more and note is not None:
+        note(f"only the first page, of {len(found)} repositories, was looked at: narrow it down for others")
     hits = [hit for info in found[:limit] for hit in _hits(info, known or {})]
     # The tags are those of all mappers in a repository together.
     hits = [

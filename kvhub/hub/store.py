@@ -81,12 +81,15 @@ def free_bytes(directory: Path) -> int:
 
 
 def sweep(store: Path) -> None:
-    """Remove what killed pulls left; the lock of a living one is held."""
-    for lock_path in store.glob(f"{_STAGED}*.lock"):
+    """Remove what killed and interrupted pulls left; the lock of a living one is held."""
+    # A directory is made only under its lock, so one without it is a dead one's, too.
+    for directory in {path.with_suffix("") for path in store.glob(f"{_STAGED}*")}:
+        lock_path = _lock_path(directory)
         try:
             with FileLock(lock_path, timeout=0):
-                shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
-                lock_path.unlink(missing_ok=True)
+                shutil.rmtree(directory, ignore_errors=True)
+                if not directory.exists():
+                    lock_path.unlink(missing_ok=True)
         except (Timeout, OSError):
             continue  # alive, or another process sweeps it
 

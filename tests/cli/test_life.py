@@ -84,7 +84,8 @@ def test_a_lock_gives_the_same_bytes_elsewhere_and_offline(shell, hub: LoopbackH
     assert not list((tmp_path / "home3" / "mappers").glob("[0-9a-f]*"))
     for text in ("{", '{"version": 2, "mappers": []}', '{"version": 1, "mappers": [{"digest": "x"}]}'):
         lock.write_text(text)
-        empty.run("pull", "--locked", "--lock", lock, code=7 if "2" in text else 6)
+        said = empty.run("pull", "--locked", "--lock", lock, code=7 if "2" in text else 6).stderr
+        assert "repository itself" not in said and ("2" in text or "kvhub lock writes it anew" in said)
     empty.run("pull", "--locked", "--lock", tmp_path / "absent", code=3)
     empty.run("pull", code=2)
     empty.run("pull", REPO, "--locked", code=2)
@@ -117,6 +118,14 @@ def test_a_proposal(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: i
     assert out.splitlines()[1] == f"{hub.url}/{REPO}/discussions/1"
     repo = hub.store.repos[REPO]
     assert repo.head.sha == head
+    # it is known as what it is, and no place of the mapper before somebody merges it
+    proposed = stored(shell.settings, 4).digest
+    shell.run("push", proposed, REPO, "--create-pr")
+    shell.run("info", REPO, code=3)
+    assert f"{REPO}@refs/pr/2" in shell.run("info", proposed).stdout
+    assert "pushed to" not in shell.run("info", proposed).stdout
+    assert json.loads(shell.run("info", f"{REPO}@refs/pr/2", "--format", "json").stdout)["locations"] == []
+    assert "is on no Hub" in shell.run("lock", proposed, code=2).stderr
     assert manifest.digest in shell.run("pull", f"{REPO}@refs/pr/1").stdout
     shell.run("push", tmp_path / "new", "tester/absent", "--create-pr", code=3)
     shell.run("push", tmp_path / "new", REPO, "--create-pr", "--tag", "v1", code=2)

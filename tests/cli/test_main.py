@@ -44,6 +44,17 @@ def test_list_and_help_load_nothing_heavy(shell) -> None:  # type: ignore[no-unt
         assert done.stderr.splitlines()[-1] == "[] 0"
 
 
+@pytest.mark.parametrize(
+    "command", ["info {}", "pull {}", "pull o/m@{}", "push {} o/m", "{}", "list --{}", "diff {} x"]
+)
+def test_no_argument_is_echoed_whole(shell, capsys: pytest.CaptureFixture[str], command: str) -> None:  # type: ignore[no-untyped-def]
+    arguments = command.replace("{}", "a/" + "b" * 100_000).split(" ")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVHUB_HOME", shell.environment["KVHUB_HOME"])
+        assert run(arguments) != 0
+    assert 0 < len(capsys.readouterr().err) < 3000
+
+
 def test_every_command_is_there_with_help(capsys: pytest.CaptureFixture[str]) -> None:
     for name in COMMANDS:
         assert run([name, "--help"]) == 0

@@ -13,9 +13,9 @@ from support.published import make_evidence, publishable
 from kvhub.artifact.manifest import CurvePoint, FitScores, Selection
 from kvhub.diagnostics.record import Diagnostics, KPoint, LayerMaps, write_diagnostics
 from kvhub.evaluation.evidence import LayerScores
-from kvhub.hub.card import card
-from kvhub.hub.figures import CURVE, DIAGNOSED, LAYERS, figures
-from kvhub.hub.push import push
+from kvhub.hub.card import NO_R2_BY_K, card
+from kvhub.hub.figures import CURVE, DIAGNOSED, LAYERS, SELECTION, figures, title
+from kvhub.hub.push import _files, push
 from kvhub.settings import Settings
 
 pytest.importorskip("matplotlib")
@@ -45,6 +45,20 @@ def test_what_can_be_drawn_is_drawn_and_always_the_same() -> None:
     assert figures(both, evidence) == made
 
 
+def test_the_choice_of_k_is_shown_once(hub: LoopbackHub, home: Settings, tmp_path: Path) -> None:
+    """A fit leaves a picture of it, too."""
+    manifest = publishable(tmp_path / "plain")
+    curve = [point(k, 1e-3) for k in (1, 2)]
+    chosen = Selection(k=2, regularization=1e-3, windows=1, tail=2, digest="e" * 64, curve=curve)
+    selected = manifest.model_copy(update={"selection": chosen})
+    (tmp_path / "plain" / "assets").mkdir()
+    (tmp_path / "plain" / "assets" / SELECTION).write_bytes(b"\x89PNG")
+    assert set(_files(tmp_path / "plain", manifest, None)) >= {f"assets/{SELECTION}"}
+    shown = [name for name in _files(tmp_path / "plain", selected, None) if name.startswith("assets/")]
+    assert f"assets/{CURVE}" in shown and f"assets/{SELECTION}" not in shown
+    assert title(SELECTION) == title(CURVE) != SELECTION
+
+
 def test_what_was_diagnosed_is_on_the_card(hub: LoopbackHub, home: Settings, tmp_path: Path) -> None:
     manifest = publishable(tmp_path / "made")
     maps = LayerMaps(rows=9, raw_key=[[0.1, 0.2]] * 3, content_key=[[0.5, 0.6]] * 3, value=[[0.3, 0.4]] * 3)
@@ -70,6 +84,12 @@ def test_what_was_diagnosed_is_on_the_card(hub: LoopbackHub, home: Settings, tmp
     readme = hub.store.blob(tree["README.md"]).read_text()
     assert "![What further source layers add](assets/r2_by_k.png)" in readme
     assert push(tmp_path / "made", "tester/mapper").commit == hub.store.repos["tester/mapper"].head.sha
+    assert NO_R2_BY_K not in readme
+    write_diagnostics(tmp_path / "made", found.model_copy(update={"by_k": []}))  # too few windows for it
+    push(tmp_path / "made", "tester/mapper")
+    tree = hub.store.repos["tester/mapper"].head.tree
+    assert "assets/r2_by_k.png" not in tree
+    assert NO_R2_BY_K in hub.store.blob(tree["README.md"]).read_text()
     (tmp_path / "made" / "assets" / "diagnostics.json").write_text("{")
     push(tmp_path / "made", "tester/mapper")
     assert f"assets/{DIAGNOSED[0]}" not in hub.store.repos["tester/mapper"].head.tree

@@ -14,6 +14,7 @@ from support.published import make_artifact, publishable
 
 from kvhub.catalog import find, register
 from kvhub.errors import AccessDenied, BadInput, Corrupt, Incompatible, KvhubError
+from kvhub.hub.client import split
 from kvhub.hub.push import push
 from kvhub.hub.reference import parse
 from kvhub.settings import Settings
@@ -47,6 +48,39 @@ def test_what_a_push_leaves_on_the_hub(hub: LoopbackHub, home: Settings, tmp_pat
     assert {"kvhub", "kvhub-source:qwen3-8b", "kvhub-target:qwen3-32b"} <= set(tags)
     assert "base_model:adapter:Qwen/Qwen3-32B" in tags
     assert not any(token for _, path, token, _ in hub.log if "/_blobs/" in path)
+
+
+@pytest.mark.parametrize("folder", ["", "sub"])
+def test_a_licence_stays_until_another_is_given(
+    hub: LoopbackHub, home: Settings, tmp_path: Path, folder: str
+) -> None:
+    def declared() -> object:
+        repo = hub.store.repos[REPO]
+        readme = hub.store.blob(repo.head.tree[f"{folder}/README.md".lstrip("/")]).read_text()
+        return yaml.safe_load(front_matter(readme)).get("license")
+
+    for seed, given, expected in ((1, "mit", "mit"), (2, None, "mit"), (3, "apache-2.0", "apache-2.0")):
+        publishable(tmp_path / str(seed), seed=seed)
+        pushed = push(tmp_path / str(seed), REPO, subfolder=folder, licence=given)
+        assert pushed.licence == expected == declared()
+
+
+@pytest.mark.parametrize("text", ["o/m@{}", "o/m/{}", "{}", "o/{}", "o/m@v1/{}", "{}@{}"])
+def test_a_long_reference_is_not_echoed_whole(
+    hub: LoopbackHub, home: Settings, tmp_path: Path, text: str
+) -> None:
+    reference = text.replace("{}", "a" * 100_000)
+    for call in (
+        lambda: parse(reference),
+        lambda: parse(reference, revision="b" * 100_000),
+        lambda: parse(reference, subfolder="b" * 100_000),
+        lambda: parse("o/m", revision="b" * 100_000),
+        lambda: push(tmp_path, reference),
+        lambda: split(reference),
+    ):
+        with pytest.raises(BadInput) as caught:
+            call()
+        assert len(caught.value.message) + len(caught.value.hint) < 700
 
 
 def test_pushing_the_same_again_makes_no_commit(hub: LoopbackHub, home: Settings, tmp_path: Path) -> None:
@@ -207,7 +241,7 @@ def test_a_taken_tag_is_refused_where_the_card_alone_would_differ(
     with pytest.raises(
         BadInput, match=rf"tag 'v1' already, at commit {first.commit[:8]}, and README\.md would"
     ):
-        push(tmp_path / "made", REPO, tag="v1")
+        push(tmp_path / "made", REPO, tag="v1", licence="mit")
     repo = hub.store.repos[REPO]
     assert repo.head.sha == first.commit and "license: apache-2.0" in card_of(hub)
     assert push(tmp_path / "made", REPO, tag="v2", licence="apache-2.0").commit == first.commit

@@ -117,10 +117,34 @@ def weights(good: bytes, number: int) -> bytes:
     return garble(good, draw)
 
 
-def answer(number: int, sizes: dict[str, int]) -> Callable[[Request], Response | None]:
-    """A Hub that answers one kind of request in a hostile way, and the others properly (None)."""
+LINKS = (
+    "", "<>; rel=next", '</api/models?x=1>; rel="next"', '<file:///etc/passwd>; rel="next"', "<", "; ; ;",
+    '<http://127.0.0.1:9/x>; rel="next"', '</api/models>; rel="next", </api/models>; rel="next"', "a" * 5000,
+)  # fmt: skip
+RETRIES = (
+    "0",
+    "0",
+    "9" * 400,
+    "-1",
+    "nan",
+    "0x1",
+    "\xb2",
+    "Wed, 21 Oct 99999999999999999999 07:28:00 GMT",
+    ",",
+)
+
+
+def answer(
+    number: int, sizes: dict[str, int], *, listing: bool = False
+) -> Callable[[Request], Response | None]:
+    """A Hub that answers one kind of request in a hostile way, and the others properly (None).
+
+    listing: of `search`; else what a pull asks for.
+    """
     draw = random.Random(f"answer {number}")
     where = draw.choice(("/api/models/", "/api/models/", "/resolve/", "/_blobs/"))
+    if listing:
+        where = "/api/models"
     kind, seed = draw.randrange(7), draw.randrange(1 << 30)
     good = {
         "id": "tester/mapper",
@@ -156,7 +180,13 @@ def answer(number: int, sizes: dict[str, int]) -> Callable[[Request], Response |
         if where not in request.url.path:
             return None
         chosen = random.Random(seed)
-        headers = {"Retry-After": "0", "X-Repo-Commit": "a" * 40, "ETag": '"' + "0" * 40 + '"'}
+        described: Any = [good] * chosen.choice((0, 1, 1, 3)) if listing else good
+        headers = {
+            "Retry-After": chosen.choice(RETRIES),
+            "Link": chosen.choice(LINKS),
+            "X-Repo-Commit": "a" * 40,
+            "ETag": '"' + "0" * 40 + '"',
+        }
         if kind == 0:
             status = chosen.choice((400, 401, 403, 404, 409, 410, 416, 418, 429, 500, 502, 503, 504))
             code = chosen.choice(
@@ -166,7 +196,7 @@ def answer(number: int, sizes: dict[str, int]) -> Callable[[Request], Response |
                 b"no", status, headers=headers | {"X-Error-Code": code, "X-Error-Message": "x" * 9000}
             )
         if kind == 1:
-            return Response(garble(json.dumps(good).encode(), chosen), headers=headers)
+            return Response(garble(json.dumps(described).encode(), chosen), headers=headers)
         if kind == 2:
             return Response(bytes(chosen.randrange(256) for _ in range(5000)), headers=headers)
         if kind == 3:
@@ -176,7 +206,7 @@ def answer(number: int, sizes: dict[str, int]) -> Callable[[Request], Response |
             return Response(status_code=302, headers=headers | {"Location": location})
         if kind == 4:
             return Response(b"", headers=dict.fromkeys(headers, ""))
-        changed = change(good, chosen)
+        changed = change(described, chosen) if kind < 6 else [described] * 3 if listing else [described]
         text = json.dumps(changed).encode("utf-8", "surrogatepass")
         return Response(text, headers=headers, media_type="application/json")
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from loopback_hub import LoopbackHub
+from starlette.requests import Request
+from starlette.responses import Response
 from support import corpus
 from support.published import publishable
 
@@ -35,16 +39,18 @@ class Fuzz:
         self.manifest: Manifest = publishable(self.artifact)
         self.settings = Settings(root / "home", f"sqlite:///{root}/home/registry.db", False)
         self.hub_ready = False
+        self.hub_cases = self.delivered = 0
+        """Cases of a hostile Hub, and those that met its fault."""
 
     def case(self, number: int) -> str:
-        """Run one; returns what became of it: `refused` or `the same`. Raises `AssertionError`."""
+        """Run one; returns what became of it: `refused: WHAT`, `the same`, .... Raises `AssertionError`."""
         kind = KINDS[number % len(KINDS)]
         try:
             return getattr(self, f"_{kind}")(number)
         except KvhubError as error:
             assert error.message.isprintable(), (number, error.message)
             assert len(error.message) < 1000, number
-            return "refused"
+            return f"refused: {type(error).__name__}"
 
     def _manifest(self, number: int) -> str:
         path = self.artifact / "manifest.json"
@@ -70,8 +76,8 @@ class Fuzz:
             open_tensors(self.artifact, self.manifest)
             try:
                 verify_artifact(self.artifact, deep=True)
-            except KvhubError:
-                return "refused"
+            except KvhubError as error:
+                return f"refused: {type(error).__name__}"
             assert bad == good, number
         finally:
             path.write_bytes(good)
@@ -81,10 +87,23 @@ class Fuzz:
         if not self.hub_ready:
             push(self.artifact, REPO, settings=self.settings)
             self.hub_ready = True
+        for left in (self.settings.mappers, self.settings.home / "blobs"):  # else nothing is fetched
+            shutil.rmtree(left, ignore_errors=True)
         tree = self.hub.store.repos[REPO].head.tree
-        self.hub.faults[:] = [corpus.answer(number, {name: entry.size for name, entry in tree.items()})]
+        listing = number % 5 == 0
+        sizes = {name: entry.size for name, entry in tree.items()}
+        fault, met = corpus.answer(number, sizes, listing=listing), threading.Event()
+
+        def noted(request: Request) -> Response | None:
+            response = fault(request)
+            if response is not None:
+                met.set()
+            return response
+
+        self.hub.faults[:] = [noted]
+        self.hub_cases += 1
         try:
-            if number % 5 == 0:
+            if listing:
                 for hit in search(target="large-7b"):
                     assert parse(hit.repo_id).repo_id == REPO, number
                 return "listed"
@@ -93,18 +112,25 @@ class Fuzz:
             assert row.digest == self.manifest.digest, number
         finally:
             self.hub.faults.clear()
+            self.delivered += met.is_set()
         return "the same"
 
 
 @contextmanager
-def impatient() -> Iterator[None]:
-    """No waiting between attempts."""
+def impatient() -> Iterator[list[float]]:
+    """No waiting between attempts; gives the seconds that somebody wanted to sleep."""
     import time
 
     real, given = time.sleep, client.ask.__kwdefaults__["sleep"]
-    time.sleep = lambda seconds: real(min(seconds, 0.001))
+    wanted: list[float] = []
+
+    def short(seconds: float) -> None:
+        wanted.append(seconds)
+        real(min(seconds, 0.001))
+
+    time.sleep = short
     client.ask.__kwdefaults__["sleep"] = lambda seconds: None
     try:
-        yield
+        yield wanted
     finally:
         time.sleep, client.ask.__kwdefaults__["sleep"] = real, given

@@ -1,0 +1,173 @@
+"""What a Hub may send and ask for: bytes of an answer and of a file, one page, a wait.
+
+A Hub is believed in nothing, so nothing that it sends is without end: a JSON answer has `ANSWER_LIMIT` bytes,
+a file those that were listed, a listing one page. The session is httpx or httpx2, by the client's version;
+the hooks used here both have.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from kvhub.errors import Corrupt
+from kvhub.hub.parallel import end_if_stopped
+
+ANSWER_LIMIT = 16 << 20
+"""Bytes of an answer that is no file, unpacked. Python needs up to 25 times as much for what JSON holds."""
+LONGEST_WAIT = 60.0
+"""Seconds; a longer Retry-After is not waited for."""
+ASKED = "kvhub_retry_after"
+"""Where Retry-After is kept, in a response's extensions."""
+_CODINGS = {"", "identity", "gzip", "x-gzip", "deflate"}
+_RANGE = re.compile(r"bytes=(\d{1,18})-", re.ASCII)
+_RESET = re.compile(r"\bt\s*=\s*([^;,\s]*)")
+
+
+@dataclass
+class Task:
+    """What this thread asks the Hub for."""
+
+    what: str
+    """The repository or place, for messages."""
+    file: str = ""
+    size: int | None = None
+    """Bytes of the file that is fetched; None where nothing is known of it."""
+    one_page: bool = False
+    more: bool = False
+    """Whether a listing of one page had a next one."""
+
+
+_task: ContextVar[Task | None] = ContextVar("kvhub_hub_task", default=None)
+_streamed: ContextVar[bool] = ContextVar("kvhub_hub_streamed", default=False)
+_installing = threading.Lock()
+
+
+@contextmanager
+def task(what: str, *, file: str = "", size: int | None = None, one_page: bool = False) -> Iterator[Task]:
+    """Bound what is asked of the Hub in the block, in this thread."""
+    found = Task(what, file, size, one_page)
+    token = _task.set(found)
+    try:
+        yield found
+    finally:
+        _task.reset(token)
+
+
+@contextmanager
+def within(what: str) -> Iterator[Task]:
+    """The task that is at hand, or one of nothing but answers."""
+    at_hand = _task.get()
+    if at_hand is not None:
+        yield at_hand
+        return
+    with task(what) as found:
+        yield found
+
+
+def install() -> None:
+    """Have every session that the client makes from now on bounded."""
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils import _http
+
+    with _installing:
+        before = _http._GLOBAL_CLIENT_FACTORY  # whoever uses kvhub as a library may have set one
+        if getattr(before, "kvhub_bounds", False):
+            return
+
+        def factory() -> Any:
+            return bounded(before())
+
+        factory.kvhub_bounds = True  # type: ignore[attr-defined]
+        set_client_factory(factory)
+
+
+def bounded(session: Any) -> Any:
+    """The same session, whose answers end."""
+    send = session.send
+
+    def checked(request: Any, *, stream: bool = False, **rest: Any) -> Any:
+        end_if_stopped()
+        token = _streamed.set(stream)
+        try:
+            return send(request, stream=stream, **rest)
+        finally:
+            _streamed.reset(token)
+
+    session.send = checked
+    # Those of which 64 kB cannot become gigabytes.
+    session.headers["Accept-Encoding"] = "gzip, deflate"
+    hooks = session.event_hooks
+    session.event_hooks = {**hooks, "response": [*hooks.get("response", []), _received]}
+    return session
+
+
+def _received(response: Any) -> None:
+    """Called with every answer, before its body is read; also with those that lead elsewhere."""
+    doing = _task.get()
+    file = _streamed.get() and 200 <= response.status_code < 300
+    if file and doing is None:
+        return  # files of models, which are no task of ours
+    what = doing.what if doing is not None else "the Hub"
+    if response.headers.get("Content-Encoding", "").strip().lower() not in _CODINGS:
+        raise Corrupt(f"an answer of the Hub for {what} is packed as nobody asked", "check HF_ENDPOINT")
+    _waits(response)
+    if doing is not None and doing.one_page and "link" in response.headers:
+        doing.more = "next" in response.headers["link"]
+        del response.headers["link"]
+    if doing is not None and doing.size is not None:
+        _announced(response, doing, doing.size)
+    if not file:
+        _end(response, ANSWER_LIMIT, f"an answer of the Hub for {what} is larger than {ANSWER_LIMIT} bytes")
+    elif doing is not None and doing.size is not None:
+        begun = _RANGE.match(response.request.headers.get("Range", ""))
+        here = int(begun[1]) if begun and response.status_code == 206 else 0
+        _end(response, max(0, doing.size - here), _larger(doing))
+
+
+def _larger(doing: Task) -> str:
+    return f"{doing.file} of {doing.what} is larger than the {doing.size} bytes that are listed"
+
+
+def _announced(response: Any, doing: Task, size: int) -> None:
+    """What is said of a file before it is fetched, which is all that xet storage is asked for."""
+    said = response.headers.get("X-Linked-Size", "")
+    if not said and response.request.method == "HEAD" and 200 <= response.status_code < 300:
+        said = response.headers.get("Content-Length", "")
+    if said.isascii() and said.isdigit() and (len(said) > 18 or int(said) > size):
+        raise Corrupt(_larger(doing), "try again")
+
+
+def _waits(response: Any) -> None:
+    """Keep from the client what it would sleep for without end, or cannot read; `ask` decides on it."""
+    headers = response.headers
+    asked = headers.get("Retry-After", "").strip()
+    if asked:
+        response.extensions[ASKED] = asked
+        if not (asked.isascii() and asked.isdigit() and len(asked) < 6 and int(asked) <= LONGEST_WAIT):
+            del headers["Retry-After"]
+    reset = _RESET.search(headers.get("RateLimit", ""))
+    if reset and not (reset[1].isascii() and reset[1].isdigit() and len(reset[1]) < 3):
+        del headers["RateLimit"]
+
+
+def _end(response: Any, limit: int, message: str) -> None:
+    """Let the body of an answer end at `limit` bytes: with an error, before any more is kept."""
+    plain = response.iter_bytes
+
+    def pieces(chunk_size: int | None = None) -> Iterator[bytes]:
+        got = 0
+        for piece in plain(chunk_size):
+            end_if_stopped()
+            got += len(piece)
+            if got > limit:
+                response.close()
+                raise Corrupt(message, "check HF_ENDPOINT; the repository or its Hub may be hostile")
+            yield piece
+
+    response.iter_bytes = pieces
