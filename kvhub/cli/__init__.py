@@ -141,6 +141,8 @@ def run(argv: list[str] | None = None) -> int:
             return _interrupted_now()
         return code if isinstance(code, int) else 0
     except KvhubError as error:
+        if interrupt.seen():  # of a client that could not be imported, say
+            return _interrupted_now()
         return _fail(error.message, error.hint, error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         _debug()

@@ -25,7 +25,7 @@ LONGEST_WAIT = 60.0
 ASKED = "kvhub_retry_after"
 """Where Retry-After is kept, in a response's extensions."""
 _CODINGS = {"", "identity", "gzip", "x-gzip", "deflate"}
-_RANGE = re.compile(r"bytes=(\d{1,18})-", re.ASCII)
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})?", re.ASCII)
 _RESET = re.compile(r"\bt\s*=\s*([^;,\s]*)")
 
 
@@ -122,10 +122,13 @@ def _received(response: Any) -> None:
         del response.headers["link"]
     if doing is not None and doing.size is not None:
         _announced(response, doing, doing.size)
+    begun = _RANGE.match(response.request.headers.get("Range", ""))
     if not file:
-        _end(response, ANSWER_LIMIT, f"an answer of the Hub for {what} is larger than {ANSWER_LIMIT} bytes")
+        # Who reads a part of a data set has asked for so much.
+        asked = int(begun[2]) + 1 - int(begun[1]) if begun and begun[2] else 0
+        limit = max(ANSWER_LIMIT, asked)
+        _end(response, limit, f"an answer of the Hub for {what} is larger than {limit} bytes")
     elif doing is not None and doing.size is not None:
-        begun = _RANGE.match(response.request.headers.get("Range", ""))
         here = int(begun[1]) if begun and response.status_code == 206 else 0
         _end(response, max(0, doing.size - here), _larger(doing))
 

@@ -43,6 +43,15 @@ def does():
         raise ImportError("SchemaError") from None
 command(does)
 """,
+    "in an import of which we make an error": """
+def does():
+    from kvhub.errors import Corrupt
+    try:
+        press()
+    except KeyboardInterrupt:
+        raise Corrupt("the answer is none that the Hub gives") from None
+command(does)
+""",
     "in a destructor": """
 class Last:
     def __del__(self):

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from huggingface_hub import get_session
 from loopback_hub import LoopbackHub
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -231,6 +232,16 @@ def test_a_pull_sweeps_what_has_no_lock_or_one_that_nobody_holds(tmp_path: Path)
         assert living.is_dir() and another.is_dir()
         assert {path.name for path in mappers.glob(".pull-*[!k]")} == {living.name, another.name}
     assert list(mappers.glob(".pull-*")) == []
+
+
+def test_a_part_of_a_file_may_be_as_large_as_was_asked_for(published: Manifest, hub: LoopbackHub) -> None:
+    """As data sets are read."""
+    hub.faults.append(lambda _: Response(b"x" * (20 << 20), 206))
+    api()
+    session, url = get_session(), f"{hub.url}/datasets/o/d/resolve/main/a"
+    assert len(session.get(url, headers={"Range": f"bytes=5-{5 + (20 << 20) - 1}"}).content) == 20 << 20
+    with pytest.raises(Corrupt, match="larger than"):
+        session.get(url, headers={"Range": f"bytes=5-{5 + (19 << 20) - 1}"})
 
 
 def test_json_within_the_bound_is_read(published: Manifest, hub: LoopbackHub) -> None:
