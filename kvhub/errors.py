@@ -55,7 +55,7 @@ class Unreachable(KvhubError):
 
 
 class Corrupt(KvhubError):
-    """A digest, tensor, manifest or database that is damaged or hostile."""
+    """A digest, tensor, manifest, database or answer of the Hub that is damaged or hostile."""
 
     exit_code = 6
 

@@ -19,7 +19,7 @@ from kvhub.errors import Corrupt
 from kvhub.hub.parallel import end_if_stopped
 
 ANSWER_LIMIT = 16 << 20
-"""Bytes of an answer that is no file, unpacked. Python needs up to 25 times as much for what JSON holds."""
+"""Bytes of an answer that is no file, unpacked. Python needs up to 28 times as much for what JSON holds."""
 LONGEST_WAIT = 60.0
 """Seconds; a longer Retry-After is not waited for."""
 ASKED = "kvhub_retry_after"

@@ -155,7 +155,7 @@ def push(
     if tag and taken != commit:
         _name(hub, repo_id, tag, commit)
     with suppress(NotFound):  # a directory that was never registered here
-        if proposal is not None:
+        if create_pr:
             _proposed(manifest.digest, wanted.place, commit, proposal, settings)
         else:
             place = HubLocation(repo_id=wanted.place, commit=commit, pushed=True)
@@ -163,11 +163,11 @@ def push(
     return Pushed(repo_id, commit, manifest, tag, proposal, wanted.subfolder, licence)
 
 
-def _proposed(digest: str, place: str, commit: str, url: str, settings: Settings | None) -> None:
+def _proposed(digest: str, place: str, commit: str, url: str | None, settings: Settings | None) -> None:
     """Note a proposal under its own revision: it is no place of the mapper before somebody merges it."""
-    number = url.rstrip("/").rpartition("/")[2]
+    number = (url or "").rstrip("/").rpartition("/")[2]
     name = f"{place}@refs/pr/{number}"
-    if is_place(name):
+    if number.isdigit() and is_place(name):
         with explained(), open_registry(settings) as registry:
             registry.set_alias(name, digest, f"proposed {commit[:8]}")
 
