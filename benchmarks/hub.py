@@ -1,8 +1,9 @@
 """Speed and memory of push, pull, verify, export and import: `python benchmarks/hub.py [--mb 4096]`.
 
 The Hub is a process of its own, so memory is the client's alone. The plain client downloads the same
-files with `snapshot_download` and does not check them. Export and import (kvtransfer's layout, float32)
-take an artifact of `--interop-mb` (`--interop-only`: nothing else). Writes benchmarks/results/hub.json.
+files with `snapshot_download` and does not check them; both take turns, in `--rounds`. Export and import
+(kvtransfer's layout, float32) take an artifact of `--interop-mb` (`--interop-only`: nothing else). Writes
+benchmarks/results/hub.json.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import hashlib
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "hub.json"
@@ -35,6 +38,7 @@ def main() -> None:
     """Measure and record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--interop-mb", type=int, default=1024)
     parser.add_argument("--interop-only", action="store_true", help="keep what is recorded of the rest")
     arguments = parser.parse_args()
@@ -65,7 +69,7 @@ def main() -> None:
             "HF_HOME": str(root / "hf"),
         }
         try:
-            found = {"bytes": size, "load": os.getloadavg()[0]} | measure(root, environment)
+            found = {"bytes": size, "load": os.getloadavg()[0]} | measure(root, environment, arguments.rounds)
             for name in ("hub", "plain", "made", "home"):
                 shutil.rmtree(root / name, ignore_errors=True)
             found["interop"] = interop(root, environment, arguments.interop_mb)
@@ -82,8 +86,8 @@ def record(found: dict[str, object]) -> None:
     RESULT.write_text(json.dumps(found, indent=2) + "\n")
 
 
-def measure(root: Path, environment: dict[str, str]) -> dict[str, object]:
-    """Each step in a process of its own."""
+def measure(root: Path, environment: dict[str, str], count: int) -> dict[str, object]:
+    """A push, then rounds of pull, plain client, hashing and verifying; each step a process of its own."""
     from kvhub.artifact.read import verify_artifact
 
     def run(code: str) -> dict[str, float]:
@@ -98,28 +102,37 @@ def measure(root: Path, environment: dict[str, str]) -> dict[str, object]:
     plain = (
         f"from huggingface_hub import snapshot_download as s; s({REPO!r}, local_dir={str(root / 'plain')!r})"
     )
-    verify = (
-        "from pathlib import Path; from kvhub.artifact.read import verify_artifact as v; "
-        f"v(Path({made!r}), deep=True)"
-    )
-    steps = {"push": run(push), "pull": run(pull), "plain_client": run(plain), "verify_deep": run(verify)}
-    hashing, verifying = [], []
-    for _ in range(3):  # in turn, and the best of each: a busy machine slows both
-        begun = time.perf_counter()
-        for path in (root / "made").iterdir():
-            with path.open("rb") as file:
-                hashlib.file_digest(file, "sha256")
-        hashing.append(time.perf_counter() - begun)
-        begun = time.perf_counter()
-        verify_artifact(root / "made", deep=True)
-        verifying.append(time.perf_counter() - begun)
-    return steps | {
-        "hashing_seconds": round(min(hashing), 2),
-        "verify_over_hashing": round(min(verifying) / min(hashing), 2),
-        "pull_over_plain_and_hashing": round(
-            steps["pull"]["seconds"] / (steps["plain_client"]["seconds"] + min(hashing)), 2
-        ),
-    }
+    steps = {"push": run(push)}
+    rounds = []
+    for number in range(count):
+        for name in ("home", "plain"):
+            shutil.rmtree(root / name, ignore_errors=True)
+        order = [("pull", pull), ("plain_client", plain)]  # whose turn is first takes turns, too
+        found: dict[str, Any] = {name: run(code) for name, code in order[:: 1 if number % 2 == 0 else -1]}
+        hashing, verifying = [], []
+        for _ in range(2):  # in turn, and the best of each: a busy machine slows both
+            begun = time.perf_counter()
+            for path in (root / "made").iterdir():
+                with path.open("rb") as file:
+                    hashlib.file_digest(file, "sha256")
+            hashing.append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            verify_artifact(root / "made", deep=True)
+            verifying.append(time.perf_counter() - begun)
+        found["hashing_seconds"] = round(min(hashing), 2)
+        found["verify_over_hashing"] = round(min(verifying) / min(hashing), 3)
+        found["pull_over_plain_and_hashing"] = round(
+            found["pull"]["seconds"] / (found["plain_client"]["seconds"] + min(hashing)), 2
+        )
+        rounds.append(found | {"load": round(os.getloadavg()[0], 1)})
+    return steps | together(rounds)
+
+
+def together(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of what the rounds found, the most memory that a pull took, and the rounds."""
+    ratios = ("verify_over_hashing", "pull_over_plain_and_hashing")
+    found = {name: round(statistics.median(one[name] for one in rounds if name in one), 3) for name in ratios}
+    return found | {"pull_peak_mb": max(one["pull"]["peak_mb"] for one in rounds), "rounds": rounds}
 
 
 def child(code: str, environment: dict[str, str]) -> dict[str, float]:

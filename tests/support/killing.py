@@ -7,10 +7,11 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from loopback_hub import LoopbackHub
@@ -25,6 +26,7 @@ from kvhub.store.collect import collect
 from kvhub.store.lifecycle import retire
 from kvhub.store.recover import unregistered
 from kvhub_registry import State
+from kvhub_registry.version import HEAD, VERSION_TABLE
 
 REPO = "tester/mapper"
 
@@ -77,6 +79,7 @@ class Killing:
         )
         self.usual: dict[str, float] = {}
         self.seed = 0
+        self.known: dict[str, str] = {}
         publishable(root / "made")
         stored(self.settings, 1)
         self.run("push", self.arguments("push"))
@@ -107,14 +110,27 @@ class Killing:
             for seed in (51, 52, 53):
                 retire(stored(self.settings, seed).digest, why="for gc", settings=self.settings)
             return ["gc", "--grace", "0"]
-        if kind == "migrate":
-            database = self.settings.home / "registry.db"
+        database = self.settings.home / "registry.db"
+        if kind == "migrate":  # as the version before had it, with all that is registered
+            assert HEAD == "0002", "undo the newer migrations, too"
+            with closing(sqlite3.connect(database)) as connection, connection:
+                connection.execute("DROP TABLE kvhub_event")
+                connection.execute(f"UPDATE {VERSION_TABLE} SET version_num = '0001'")
+            self.known = self.states()
+            assert self.known
+            return ["list"]
+        if kind == "create":
             for part in ("", "-wal", "-shm"):
                 Path(f"{database}{part}").unlink(missing_ok=True)
             return ["list"]
         text = Path(__file__).parents[2] / "demo" / "text" / "wikipedia.txt"
         sizes = ["--k", "1", "--length", "64", "--sequences", "40", "--recipe", "ridge"]
         return ["fit", str(self.root / "small"), str(self.root / "large"), "--text", str(text), *sizes]
+
+    def states(self) -> dict[str, str]:
+        """State by digest, read without opening the registry, which would upgrade it."""
+        with closing(sqlite3.connect(self.settings.home / "registry.db")) as connection:
+            return dict(connection.execute("SELECT mapper_digest, state FROM kvhub_artifact"))
 
     def close(self) -> None:
         """End the process that forks."""
@@ -165,8 +181,13 @@ class Killing:
 
     def check_end(self, kind: str) -> None:
         """The command that was run again has left what one that was never disturbed leaves."""
-        if kind == "migrate":  # the registry was lost: what is here comes back
+        if kind == "create":  # the registry was lost: what is here comes back
             self.run("register", ["register"])
+        if kind == "migrate":
+            assert self.states() == self.known, "migrate, run again, lost or changed a row"
+            with open_registry(self.settings) as registry:
+                told = {digest: [event.what for event in registry.history(digest)] for digest in self.known}
+            assert told == {digest: [state] for digest, state in self.known.items()}, told
         left = unregistered(self.settings)
         assert not left, f"{kind}, run again, left {len(left)} mappers without a row"
         with open_registry(self.settings) as registry:
