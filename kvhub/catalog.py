@@ -19,6 +19,7 @@ from kvhub_registry import (
     Damaged,
     Denied,
     EventRecord,
+    Full,
     HubLocation,
     MapperRecord,
     MapperRow,
@@ -30,6 +31,7 @@ from kvhub_registry import (
     TooNew,
     Unavailable,
 )
+from kvhub_registry.files import has_room
 from kvhub_registry.listing import FIT_DOMAIN
 
 if TYPE_CHECKING:  # listing needs none of these, and they cost a tenth of a second
@@ -75,8 +77,9 @@ def open_registry(settings: Settings | None = None, *, read_only: bool = False) 
     """
     from kvhub_registry import Registry  # SQLModel takes longer than reading one mapper
 
+    settings = settings or Settings.load()
     with explained():
-        return Registry.open((settings or Settings.load()).database_url, read_only=read_only)
+        return Registry.open(settings.database_file or settings.database_url, read_only=read_only)
 
 
 def reading_registry(settings: Settings | None = None) -> Registry:
@@ -160,7 +163,15 @@ def look_up(ref: str, settings: Settings | None = None) -> tuple[MapperRow, list
     if quick is not None:
         return quick
     with explained(), reading_registry(settings) as registry:
-        row = registry.get(ref)
+        try:
+            row = registry.get(ref)
+        except NotRegistered as error:
+            from kvhub.store.lost import lost
+
+            error.hint = lost(settings, (row.digest for row in registry.list())) or error.hint
+            if is_directory(ref):
+                error.hint = f"./{ref} names the directory"
+            raise
         return row, registry.history(row.digest)
 
 
@@ -172,7 +183,12 @@ def directory_of(ref: str, settings: Settings | None = None) -> Path:
 def local_directory(ref: str) -> Path | None:
     """The directory that `ref` is the path of; None where it is a name."""
     local = Path(ref).expanduser()
-    return local.absolute() if ("/" in ref or ref in (".", "..")) and local.is_dir() else None
+    return local.absolute() if ("/" in ref or ref in (".", "..")) and is_directory(local) else None
+
+
+def is_directory(text: str | Path) -> bool:
+    """Whether a text is the path of a directory; not where it is longer than a path may be."""
+    return os.path.isdir(text)  # noqa: PTH112 - a Path raises
 
 
 def demand_files(row: MapperRow, settings: Settings | None = None) -> Path:
@@ -230,7 +246,7 @@ def remove(row: MapperRow, settings: Settings | None = None) -> bool:
 
     settings.mappers.mkdir(parents=True, exist_ok=True)
     with exclusive(settings.mappers):  # or a pull could register it again in between
-        remove_locked(row, settings)
+        remove_locked(row, settings, shards=True)
     return True
 
 
@@ -240,19 +256,25 @@ def remove_locked(
     *,
     unless: Callable[[MapperRow], str] | None = None,
     keep_row: bool = False,
+    shards: bool = False,
 ) -> str:
     """Forget a mapper in the store and delete its files, by a caller that holds the store's lock.
 
     unless: asked of the row as it is at the last moment; where it gives a reason everything stays, and
-    that is returned. keep_row: the files alone go.
+    that is returned. keep_row: the files alone go. shards: those that no other mapper has go at once.
     The files are put aside in the transaction that forgets the row: a crash on the way leaves leftovers for
-    `kvhub gc`, never files that could pass for a mapper that somebody still wants.
+    `kvhub gc`, never files that could pass for a mapper that somebody still wants. On a full disk, where
+    forgetting has no room, they are deleted in it: a crash then leaves a row without files, and the same
+    command again forgets it.
     """
     from kvhub.hub import store
+    from kvhub.store import blobs
 
     directory = files_of(row, settings)
     aside = store.aside(directory)
     shutil.rmtree(aside, ignore_errors=True)
+    database = settings.database_file
+    tight = database is not None and not has_room(database.parent)
     kept, moved = "", False
 
     def goes(now: MapperRow) -> bool:
@@ -264,18 +286,33 @@ def remove_locked(
             if directory.is_dir() and not directory.is_symlink():
                 directory.rename(aside)  # at once gone for everybody else
                 moved = True
+                if tight:
+                    blobs.delete(aside, settings)
         return not keep_row
 
-    try:
-        with explained(), open_registry(settings) as registry:
-            registry.settle(row.digest, goes)
-    except BaseException:
-        if moved and not directory.exists():
-            aside.rename(directory)
-        raise
-    if moved:
+    def settle() -> None:
+        try:
+            with open_registry(settings) as registry:
+                registry.settle(row.digest, goes)
+        except BaseException:
+            if moved and not tight and not directory.exists():
+                aside.rename(directory)
+            raise
+
+    with explained():
+        try:
+            settle()
+        except Full:  # a quota, or other writers
+            if tight or not moved:
+                raise
+            tight, moved = True, False
+            settle()
+    if moved and not tight:
         with _deleting(aside):
-            shutil.rmtree(aside)
+            if shards:
+                blobs.delete(aside, settings)
+            else:
+                shutil.rmtree(aside)
     return kept
 
 

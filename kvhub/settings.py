@@ -12,8 +12,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from platformdirs import user_data_path
+
+from kvhub.errors import BadInput
+
+_SQLITE = "sqlite:///"
 
 
 @dataclass(frozen=True)
@@ -26,17 +31,20 @@ class Settings:
 
     @classmethod
     def load(cls) -> Settings:
-        """Read the environment; creates nothing."""
+        """Read the environment; creates nothing. Errors: `BadInput` for a home that cannot be a directory."""
         home = Path(os.environ.get("KVHUB_HOME") or user_data_path("kvhub")).expanduser().absolute()
-        url = os.environ.get("KVHUB_DATABASE_URL") or f"sqlite:///{home / 'registry.db'}"
+        _demand_directory(home)
+        url = os.environ.get("KVHUB_DATABASE_URL") or sqlite_url(home / "registry.db")
         return cls(home, url, os.environ.get("KVHUB_DEBUG") == "1")
 
     @property
     def database_file(self) -> Path | None:
         """The registry's file; None where it is on a server."""
-        scheme = "sqlite:///"
         url = self.database_url
-        return Path(url.removeprefix(scheme)) if url.startswith(scheme) else None
+        name = url.removeprefix(_SQLITE)
+        if not url.startswith(_SQLITE) or "?" in name or name in ("", ":memory:"):  # refused when opened
+            return None
+        return Path(unquote(name, errors="surrogateescape")).expanduser()
 
     @property
     def mappers(self) -> Path:
@@ -47,3 +55,18 @@ class Settings:
     def cache(self) -> Path:
         """Things that can be computed again, such as weight fingerprints."""
         return self.home / "cache"
+
+
+def sqlite_url(path: Path) -> str:
+    """The URL of a SQLite file: a `?` or `%` in its path is a part of the name and nothing else."""
+    return _SQLITE + quote(os.fsencode(path))
+
+
+def _demand_directory(home: Path) -> None:
+    """Refuse (`BadInput`) a home that is a file, or that would be below one."""
+    for place in (home, *home.parents):
+        if place.is_dir():
+            return
+        if os.path.lexists(place):
+            what = "is not a directory" if place == home else f"cannot be made: {place} is not a directory"
+            raise BadInput(f"KVHUB_HOME {home} {what}", "set KVHUB_HOME to a directory, or to a new place")

@@ -6,6 +6,7 @@ import click
 
 from kvhub.cli import output
 from kvhub.cli.complete import MAPPER
+from kvhub.cli.listed import say_lost
 from kvhub.cli.output import Column
 from kvhub.errors import BadInput
 from kvhub_registry import MapperRow
@@ -32,6 +33,7 @@ def command(name: str | None, mapper: str | None, remove: bool, why: str, form: 
     kept by kvhub gc. Names with a slash are repositories, noted by push and pull.
     """
     from kvhub.store import lifecycle
+    from kvhub.strict_json import shown
 
     if name is None:
         if remove:
@@ -43,7 +45,7 @@ def command(name: str | None, mapper: str | None, remove: bool, why: str, form: 
         digest = lifecycle.unname(name, why=why or "removed")
         click.echo(f"@{name.removeprefix('@')} meant {digest[:12]}")
     elif mapper is None:
-        raise BadInput(f"which mapper shall {name!r} mean?", "kvhub alias NAME MAPPER")
+        raise BadInput(f"which mapper shall {shown(name, 80)!r} mean?", "kvhub alias NAME MAPPER")
     else:
         row, before = lifecycle.name(name, mapper, why=why or "named")
         was = f", was {before[:12]}" if before and before != row.digest else ""
@@ -54,13 +56,14 @@ def _show(form: str) -> None:
     from kvhub.catalog import explained, reading_registry
 
     with explained(), reading_registry() as registry:
-        pairs = [(alias, row) for row in registry.list() for alias in row.aliases]
+        rows = registry.list()
+    pairs = [(alias, row) for row in rows for alias in row.aliases]
     found = sorted(pairs, key=lambda pair: pair[0])
     if form == "json":
         output.as_json([_record(alias, row) for alias, row in found])
     elif found:
         output.table(COLUMNS, [_record(alias, row) for alias, row in found])
-    else:
+    elif rows or not say_lost(()):
         output.note("no aliases yet: kvhub alias NAME MAPPER makes one")
 
 

@@ -28,7 +28,7 @@ SCORES = (
 @click.command()
 @click.argument("a", type=MAPPER)
 @click.argument("b", type=MAPPER)
-@click.option("--all", "everything", is_flag=True, help="Show settings that are the same, too.")
+@click.option("--all", "everything", is_flag=True, help="Show settings and layers that are the same, too.")
 @output.format_option("table", "json")
 def command(a: str, b: str, everything: bool, form: str) -> None:
     """Compare mapper A with mapper B: settings, selected layers, scores with intervals.
@@ -40,7 +40,7 @@ def command(a: str, b: str, everything: bool, form: str) -> None:
     one, two = _load(a), _load(b)
     found = compare(one, two)
     if form == "json":
-        output.as_json(_record(one[0].digest, two[0].digest, found))
+        output.as_json(_record(one[0].digest, two[0].digest, found, everything=everything))
         return
     click.echo(f"A  {one[0].digest}  {one[0].state}\nB  {two[0].digest}  {two[0].state}")
     shown = [setting for setting in found.settings if everything or not setting.same]
@@ -48,10 +48,14 @@ def command(a: str, b: str, everything: bool, form: str) -> None:
         click.echo()
         cells = [{"name": s.name, "a": output.clean(s.a), "b": output.clean(s.b)} for s in shown]
         output.table(SETTINGS, cells)
-    if found.layers:
-        click.echo(f"\n{len(found.layers)} target layers read other source layers:")
+    others = sum(not layer.same for layer in found.layers)
+    if others or (everything and found.layers):
+        click.echo(f"\n{others} target layers read other source layers{':' if others else ''}")
         for layer in found.layers:
-            click.echo(f"  {layer.target_layer}: {_layers(layer.a)} | {_layers(layer.b)}")
+            if not layer.same:
+                click.echo(f"  {layer.target_layer}: {_layers(layer.a)} | {_layers(layer.b)}")
+            elif everything:
+                click.echo(f"  {layer.target_layer}: {_layers(layer.a)} (the same)")
     if found.scores:
         click.echo()
         output.table(
@@ -77,12 +81,16 @@ def _load(ref: str) -> tuple[MapperRow, Manifest]:
     return row, read_manifest(directory_of(row.digest))
 
 
-def _record(a: str, b: str, found: Difference) -> dict[str, object]:
+def _record(a: str, b: str, found: Difference, *, everything: bool) -> dict[str, object]:
     return {
         "a": a,
         "b": b,
         "settings": [{"name": s.name, "a": s.a, "b": s.b, "same": s.same} for s in found.settings],
-        "layers": [{"target_layer": x.target_layer, "a": x.a, "b": x.b} for x in found.layers],
+        "layers": [
+            {"target_layer": x.target_layer, "a": x.a, "b": x.b}
+            for x in found.layers
+            if everything or not x.same
+        ],
         "scores": [
             {
                 "domain": pair.domain,

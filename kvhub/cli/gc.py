@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from kvhub.cli import output
+from kvhub.cli.numbers import Number
 from kvhub.cli.output import Column
 
 COLUMNS = (
@@ -21,15 +22,16 @@ COLUMNS = (
 @click.option("--unregistered", is_flag=True, help="Mappers that the registry does not name go too.")
 @click.option(
     "--grace",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=3600.0,
     show_default=True,
     metavar="SECONDS",
-    help="Leave files alone that no mapper owns and that are younger: a fit may be about to register them.",
+    help="Leave files alone that no mapper owns and that are younger: a fit may be about to register them. "
+    "What a missing lock file named stays for so long, too.",
 )
 @click.option(
     "--fits",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=30.0,
     show_default=True,
     metavar="DAYS",
@@ -59,6 +61,7 @@ def command(dry_run: bool, drafts: bool, unregistered: bool, grace: float, fits:
                 "kept": [{"digest": item.digest, "by": item.by} for item in done.kept],
                 "unregistered": [{"path": str(item.path), "what": item.why} for item in done.unregistered],
                 "foreign": [{"path": str(item.path), "why": item.why} for item in done.foreign],
+                "absent_locks": [str(path) for path in done.absent],
             }
         )
         return
@@ -77,6 +80,8 @@ def command(dry_run: bool, drafts: bool, unregistered: bool, grace: float, fits:
         )
     for item in done.kept:
         output.note(f"kept {item.digest[:12]}: {item.by}")
+    for path in done.absent:
+        output.note(f"lock file {path} is missing: what it named is kept for the grace, then forgotten")
     for stray in done.unregistered:
         output.note(f"not registered: {stray.path.name[:12]} ({stray.why})")
     if done.unregistered:

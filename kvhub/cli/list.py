@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from kvhub.cli import output
-from kvhub.cli.listed import listed, present, record, stored
+from kvhub.cli.listed import listed, present, record, say_lost, stored
 from kvhub.cli.output import Column
 from kvhub_registry.listing import STATES, Listed
 
@@ -63,7 +63,7 @@ def command(source: str | None, target: str | None, family: str | None, state: s
     advantage over the source that the mapped cache keeps ("-" where it has
     none). Both on held-out text (kvhub eval); before that, R2 is the fit's own.
     """
-    found = listed(source=source, target=target, family=family, state=state)
+    found = listed(source=source, target=target, family=family, state=state, quiet=True)
     here = stored()
     if form == "json":
         output.as_json_lines(record(one, here) for one in found)
@@ -74,8 +74,11 @@ def command(source: str | None, target: str | None, family: str | None, state: s
             click.echo(one.digest)
     elif found:
         output.table(COLUMNS, [_cells(one, here) for one in found])
-    else:
-        filtered = any((source, target, family, state))
+    filtered = any((source, target, family, state))
+    if found and filtered:
+        return
+    missed = say_lost(one.digest for one in (listed(quiet=True) if filtered else found))
+    if form == "table" and not found and (filtered or not missed):
         output.note(
             "no mapper matches" if filtered else "no mappers yet: kvhub fit makes one, kvhub pull fetches one"
         )

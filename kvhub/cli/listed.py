@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from kvhub_registry.listing import FIT_DOMAIN, Listed, Place, quick_list
 
 if TYPE_CHECKING:  # SQLModel takes longer than ten thousand mappers
+    from kvhub.settings import Settings
     from kvhub_registry import MapperRow
 
 
@@ -19,14 +20,31 @@ def listed(
     family: str | None = None,
     state: str | None = None,
     text: str | None = None,
+    quiet: bool = False,
 ) -> list[Listed]:
     """The mappers that pass every filter, by target, source and date (newest first).
 
     text: part of a model's name, the digest, an alias or a repository, in any case.
+    Where nothing is found although mappers lie here without a row, a note says so, unless `quiet`.
     """
     from kvhub.settings import Settings
 
     settings = Settings.load()
+    found = _read(settings, source, target, family, state, text)
+    if not found and not quiet:
+        filtered = any((source, target, family, state, text))
+        say_lost(one.digest for one in (listed(quiet=True) if filtered else found))
+    return found
+
+
+def _read(
+    settings: Settings,
+    source: str | None,
+    target: str | None,
+    family: str | None,
+    state: str | None,
+    text: str | None,
+) -> list[Listed]:
     database = settings.database_file
     if database is not None:
         found = quick_list(database, source=source, target=target, family=family, state=state, text=text)
@@ -118,6 +136,18 @@ def stored() -> set[str]:
         return set(os.listdir(Settings.load().mappers))  # noqa: PTH208 - names, ten thousand of them
     except OSError:
         return set()
+
+
+def say_lost(known: Iterable[str]) -> bool:
+    """A note where mappers are here that the registry does not name; known: digests of all that it names."""
+    from kvhub.cli.output import note
+    from kvhub.settings import Settings
+    from kvhub.store.lost import lost
+
+    said = lost(Settings.load(), known)
+    if said:
+        note(said)
+    return bool(said)
 
 
 def present(one: Listed, here: Collection[str]) -> bool:

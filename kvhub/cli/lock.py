@@ -30,20 +30,28 @@ def command(mappers: tuple[str, ...], path: Path) -> None:
     """
     from kvhub.artifact.read import read_manifest
     from kvhub.catalog import directory_of, explained, find, reading_registry
+    from kvhub.files import check_output
     from kvhub.hub.lockfile import make_lock, write_lock
     from kvhub.settings import Settings
+    from kvhub.store.lost import lost
     from kvhub.store.roots import remember
 
     if mappers:
         rows = [find(ref) for ref in mappers]
     else:
         with explained(), reading_registry() as registry:
-            rows = [row for row in registry.list(state="ready") if row.locations]
+            every = registry.list()
+        rows = [row for row in every if row.state.value == "ready" and row.locations]
         if not rows:
-            raise BadInput("no mapper is ready and on the Hub", "kvhub push publishes one; or name mappers")
+            hint = lost(Settings.load(), (row.digest for row in every))
+            raise BadInput(
+                "no mapper is ready and on the Hub", hint or "kvhub push publishes one; or name mappers"
+            )
     lock = make_lock([(row, read_manifest(directory_of(row.digest))) for row in rows])
+    check_output(path)
+    # First the note: a lock file that gc does not know of would keep nothing.
+    remember(path, Settings.load(), [entry.digest for entry in lock.mappers])
     write_lock(path, lock)
-    remember(path, Settings.load())
     for entry in lock.mappers:
         click.echo(
             output.clean(

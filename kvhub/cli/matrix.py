@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from kvhub.cli import output
+from kvhub.cli.listed import say_lost
 from kvhub.cli.output import Column
 from kvhub.errors import BadInput
 from kvhub.store.coverage import STANDINGS, Cell, Coverage, coverage, today
@@ -53,11 +54,14 @@ def command(
             "a picture needs both --format png and --output FILE", "kvhub matrix --format png --output a.png"
         )
     with explained(), reading_registry() as registry:
-        table = coverage(registry.list(), family=family, models=models, served=revisions)
+        rows = registry.list()
+    table = coverage(rows, family=family, models=models, served=revisions)
+    missed = not rows and say_lost(())
     if form == "json":
         output.as_json(record(table))
     elif not table.models:
-        output.note("no models match" if family else "no mappers yet, so no models")
+        if not missed:
+            output.note("no models match" if family else "no mappers yet, so no models")
     elif path is not None:
         from kvhub.cli.picture import matrix_picture
 
@@ -107,11 +111,12 @@ def text(cell: Cell) -> str:
 
 def _table(table: Coverage) -> None:
     columns = [Column("source", "SOURCE \\ TARGET")]
-    columns += [Column(name, output.clean(name.rpartition("/")[2])) for name in table.models]
+    short = dict(zip(table.models, map(output.clean, table.headings()), strict=True))
+    columns += [Column(name, short[name]) for name in table.models]
     output.table(
         columns,
         [
-            {"source": output.clean(source.rpartition("/")[2])}
+            {"source": short[source]}
             | {t: "" if t == source else text(table.cell(source, t)) for t in table.models}
             for source in table.models
         ],

@@ -43,7 +43,7 @@ def _draw(figure: Figure, table: Coverage) -> None:
     from matplotlib.patches import Rectangle
 
     axes = figure.subplots()
-    names = [_plain(name.rpartition("/")[2]) for name in table.models]
+    names = [_plain(name) for name in table.headings()]
     now = today()
     for cell in table.cells:
         x, y = table.models.index(cell.target), table.models.index(cell.source)

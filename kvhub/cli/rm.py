@@ -18,6 +18,7 @@ from kvhub.errors import BadInput
 def command(mapper: str, yes: bool) -> None:
     """Remove MAPPER from the registry, then its files from the store.
 
+    Shards that another mapper has stay with that one; all others are free at once.
     Files outside the store (kvhub fit --output DIR) stay where they are. A copy
     on the Hub stays, too.
     """
@@ -27,8 +28,16 @@ def command(mapper: str, yes: bool) -> None:
         if not sys.stdin.isatty():
             raise BadInput("nobody to ask on this terminal", "add --yes")
         click.confirm(output.clean(f"Remove mapper {what}?"), abort=True, err=True)
+    from kvhub.settings import Settings
+    from kvhub.store.links import Links
+
     directory = files_of(row)
+    freed = Links(Settings.load()).freed(directory)
     deleted = remove(row)
     click.echo(output.clean(f"removed {what}"))
     if not deleted:
         output.note(f"its files stay in {directory}")
+    elif freed < row.size:
+        output.note(f"{output.size(freed)} freed; other mappers have the rest")
+    else:
+        output.note(f"{output.size(freed)} freed")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvhub.cli.numbers import Number
 from kvhub.errors import BadInput, Corrupt
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 @click.option(
     "--exchange", metavar="PLACE", help="Directory shared by the servers, or mooncake://host:port?..."
 )
-@click.option("--exchange-gib", type=click.FloatRange(min=0.001), default=4.0, show_default=True)
+@click.option("--exchange-gib", type=Number(min=0.001), default=4.0, show_default=True)
 @click.option(
-    "--mapper-gib", type=click.FloatRange(min=0.001), help="Memory for mappers made ready; default: no bound."
+    "--mapper-gib", type=Number(min=0.001), help="Memory for mappers made ready; default: no bound."
 )
 @click.option("--max-hops", type=click.IntRange(1, 8), default=1, show_default=True, help="Mappers in a row.")
 @click.option("--min-span", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens to save.")
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 @click.option(
     "--stage-wait-ms",
     metavar="MS",
-    type=click.FloatRange(0, 60000),
+    type=Number(0, 60000),
     default=1000.0,
     show_default=True,
     help="How long a request waits for its blocks.",
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
 @click.option(
     "--publish-wait-ms",
     metavar="MS",
-    type=click.FloatRange(0, 10000),
+    type=Number(0, 10000),
     default=50.0,
     show_default=True,
     help="How long an answer waits for its blocks to be in the exchange.",
@@ -89,7 +90,7 @@ if TYPE_CHECKING:
 @click.option(
     "--shadow",
     metavar="SHARE",
-    type=click.FloatRange(0, 1),
+    type=Number(0, 1),
     default=0.0,
     help="Share of mapped requests compared with native ones, when idle.",
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvhub.cli import output
+from kvhub.cli.numbers import Number
 
 if TYPE_CHECKING:
     from kvhub.serving.exposition import Samples
@@ -20,7 +21,7 @@ STAGES = ("handoff", "wait", "read", "map", "publish", "heal", "shadow")
 @click.command()
 @click.argument("url", default="http://127.0.0.1:30000")
 @click.option("--once", is_flag=True, help="Print what was counted since the server started, and stop.")
-@click.option("--interval", type=click.FloatRange(0.2, 3600), default=2.0, show_default=True, help="Seconds.")
+@click.option("--interval", type=Number(0.2, 3600), default=2.0, show_default=True, help="Seconds.")
 @output.format_option("table", "json")
 def command(url: str, once: bool, interval: float, form: str) -> None:
     """Watch the server at URL: tokens by origin, refusals by reason, times, bytes, mappers.

@@ -13,24 +13,27 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from kvhub.artifact.read import read_manifest
-from kvhub.catalog import files_of, inside, open_registry, remove_locked
+from kvhub.catalog import files_of, inside, open_registry, reading_registry, remove_locked
 from kvhub.errors import Corrupt, KvhubError, NotFound
+from kvhub.files import is_denied, is_full
 from kvhub.hub import store
 from kvhub.settings import Settings
-from kvhub.store import blobs, origin, roots, use
+from kvhub.store import blobs, leftovers, origin, roots, use
 from kvhub.store import fits as unfinished
 from kvhub.store.links import Links
+from kvhub.store.lost import misplaced
 from kvhub.store.strays import Stray, is_blob, look
 from kvhub_registry import MapperRow, State
 
-GRACE = 3600.0
-"""Seconds for which what no row names may be of a process that has not registered it yet."""
+GRACE = roots.GRACE
+"""Seconds for which what no row names may be of a process that has not registered it yet, and for which a
+lock file that is missing may be on another branch."""
 
 Kind = Literal["mapper", "directory", "leftover", "blob", "unregistered", "fit"]
 
@@ -64,6 +67,8 @@ class Collected:
     """Mappers without a row: `kvhub register` puts them back."""
     foreign: list[Stray] = field(default_factory=list)
     """What kvhub did not put there."""
+    absent: list[Path] = field(default_factory=list)
+    """Lock files that are missing; what they named is kept for the grace."""
 
     @property
     def size(self) -> int:
@@ -91,38 +96,62 @@ def collect(
     settings = settings or Settings.load()
     done = Collected()
     if not settings.mappers.is_dir():
+        _small(settings, done, grace, dry_run=dry_run)
         _fits(settings, done, fits, dry_run=dry_run)
         return done
-    if not dry_run:
-        store.sweep(settings.mappers)
-    with store.exclusive(settings.mappers):
-        with open_registry(settings) as registry:
+    with _alone(settings, dry_run=dry_run):
+        with reading_registry(settings) if dry_run else open_registry(settings) as registry:
             rows = registry.list()
-        locked = roots.locked(settings)
+        if not dry_run:
+            roots.settle(settings, grace)
+        locked = roots.locked(settings, grace)
+        done.absent.extend(
+            noted.path for noted in roots.notes(settings) if not noted.there and not noted.expired(grace)
+        )
         # by digest too: the home may have been moved, or the registry be shared by several machines
         known = {Path(row.path) for row in rows} | {settings.mappers / row.digest for row in rows}
         strays = [look(path) for path in sorted(settings.mappers.iterdir()) if _is_stray(path, known)]
         done.unregistered.extend(stray for stray in strays if stray.kind == "unregistered")
         done.foreign.extend(stray for stray in strays if stray.kind == "foreign")
+        done.foreign.extend(_foreign_blobs(settings))
         if done.unregistered and not rows:
+            before = misplaced(settings)
+            place = f"; an earlier kvhub kept it at {before}" if before else ""
             raise Corrupt(
                 f"the registry names no mapper, but {len(done.unregistered)} are in {settings.mappers}",
-                "kvhub register puts them back; if the registry is elsewhere, set KVHUB_DATABASE_URL",
+                f"kvhub register puts them back; if the registry is elsewhere, set KVHUB_DATABASE_URL{place}",
             )
         links = Links(settings)
+        for stray in strays:  # first: that needs no room, and may make some
+            if stray.kind != "foreign" and (unregistered or stray.kind != "unregistered"):
+                _stray(stray, settings, links, done, locked, dry_run=dry_run, grace=grace)
+        _blobs(settings, links, done, dry_run=dry_run)  # and this, also of what a killed gc was freeing
         for row in rows:
             if _may_go(row, settings, drafts, grace):
                 _mapper(row, settings, links, done, dry_run=dry_run, drafts=drafts, grace=grace)
-        for stray in strays:
-            if stray.kind != "foreign" and (unregistered or stray.kind != "unregistered"):
-                _stray(stray, settings, links, done, locked, dry_run=dry_run, grace=grace)
         _blobs(settings, links, done, dry_run=dry_run)
+    _small(settings, done, grace, dry_run=dry_run)
     _fits(settings, done, fits, dry_run=dry_run)
     return done
 
 
+@contextmanager
+def _alone(settings: Settings, *, dry_run: bool) -> Iterator[None]:
+    """The store's lock; a look does without it where nothing may be written, and all do where it cannot be
+    made for want of room: then nobody else has made it either."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(store.exclusive(settings.mappers))
+        except OSError as error:
+            if not is_full(error) and not (dry_run and is_denied(error)):
+                raise
+        yield
+
+
 def _is_stray(path: Path, known: set[Path]) -> bool:
-    return path not in known and path.name != ".lock" and not path.name.startswith(".pull-")
+    if path.name.startswith(leftovers.PULL) and path.suffix == ".lock" and path.with_suffix("").exists():
+        return False  # goes with what it locks
+    return path not in known and path.name != ".lock"
 
 
 def _may_go(row: MapperRow, settings: Settings, drafts: bool, grace: float) -> bool:
@@ -161,9 +190,9 @@ def _mapper(
         """Asked again at the last moment: promote, alias and lock do not wait for us."""
         if not _is_done(now, drafts, grace):
             return f"it is {now.state.value} meanwhile"
-        return _keeper(now.digest, now.aliases, roots.locked(settings))
+        return _keeper(now.digest, now.aliases, roots.locked(settings, grace))
 
-    with use.unused(row.digest, settings) as free:
+    with use.unused(row.digest, settings, look=dry_run) as free:
         by = reason_to_stay(row) or ("" if free else "a process has it loaded")
         size = 0 if by else links.freed(directory)
         if not by and not dry_run:
@@ -202,16 +231,19 @@ def _stray(
 ) -> None:
     """A directory without a row, or what a killed process left."""
     path = stray.path
+    if stray.kind == "leftover":
+        with suppress(FileNotFoundError), _abandoned(path, grace) as left:
+            if left:
+                done.garbage.append(Garbage("leftover", path, links.freed(path), stray.why))
+                if not dry_run:
+                    _delete(path)
+                    if path.name.startswith(leftovers.PULL):
+                        path.with_suffix(".lock").unlink(missing_ok=True)
+        return
     with suppress(FileNotFoundError):
-        removed = path.name.startswith(".removed-")
-        if not removed and time.time() - path.lstat().st_mtime < grace:
+        if time.time() - path.lstat().st_mtime < grace:
             return  # a fit may be about to register it
-        if stray.kind == "leftover":
-            done.garbage.append(Garbage("leftover", path, links.freed(path), stray.why))
-            if not dry_run:
-                _delete(path)
-            return
-        with use.unused(path.name, settings) as free:
+        with use.unused(path.name, settings, look=dry_run) as free:
             by = _keeper(path.name, (), locked) or ("" if free else "a process has it loaded")
             if by:
                 done.kept.append(Kept(path.name, by))
@@ -225,18 +257,32 @@ def _stray(
                 origin.forget(path.name, settings)
 
 
+@contextmanager
+def _abandoned(path: Path, grace: float) -> Iterator[bool]:
+    """Whether no living process is at work on a leftover, and none will be until the block ends."""
+    old = time.time() - path.lstat().st_mtime >= grace
+    if path.name.startswith(leftovers.PULL):
+        with leftovers.of_dead_pull(path) as dead:
+            yield dead is not False and (old or (dead is True and path.suffix != ".lock"))
+    else:
+        yield path.name.startswith(".removed-") or (old and not leftovers.written(path))
+
+
+def _small(settings: Settings, done: Collected, grace: float, *, dry_run: bool) -> None:
+    """Small files beside the store that were never finished."""
+    for path in leftovers.small(settings):
+        with suppress(FileNotFoundError):
+            found = path.lstat()
+            if time.time() - found.st_mtime >= grace:
+                done.garbage.append(Garbage("leftover", path, found.st_size, "of a process that was killed"))
+                if not dry_run:
+                    _delete(path)
+
+
 def _blobs(settings: Settings, links: Links, done: Collected, *, dry_run: bool) -> None:
     """Shards that no mapper has; those of a mapper that has just gone go with it, unmentioned."""
-    folder = settings.home / "blobs"
-    if not folder.is_dir():
-        return
-    done.foreign.extend(
-        Stray("foreign", path, "kvhub did not put it there")
-        for path in sorted(folder.iterdir())
-        if not is_blob(path)
-    )
-    unreferenced = [path for path in blobs.unreferenced(settings) if is_blob(path)]
     gone = {item.path for item in done.garbage}
+    unreferenced = [path for path in blobs.unreferenced(settings) if is_blob(path) and path not in gone]
     missing = set(_missing(settings, gone)) if unreferenced else set()
     for path in unreferenced:
         if path.name in missing:
@@ -261,6 +307,13 @@ def _fits(settings: Settings, done: Collected, days: float, *, dry_run: bool) ->
                 raise _undeletable(fit.path, error) from None
         why = "half deleted" if fit.aside else f"a fit that has not finished, {fit.days:.0f} days old"
         done.garbage.append(Garbage("fit", fit.path, fit.size, why))
+
+
+def _foreign_blobs(settings: Settings) -> Iterator[Stray]:
+    folder = settings.home / "blobs"
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not is_blob(path):
+            yield Stray("foreign", path, "kvhub did not put it there")
 
 
 def _missing(settings: Settings, gone: set[Path]) -> Iterator[str]:

@@ -30,11 +30,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Source layers of one target layer; only those where the mappers differ are listed."""
+    """Source layers of one target layer."""
 
     target_layer: int
     a: list[int]
     b: list[int]
+
+    @property
+    def same(self) -> bool:
+        """Whether it is no difference."""
+        return self.a == self.b
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,6 @@ def compare(a: tuple[MapperRow, Manifest], b: tuple[MapperRow, Manifest]) -> Dif
     layers = [
         LayerChoice(t, one.source_layers[t], two.source_layers[t])
         for t in range(min(len(one.source_layers), len(two.source_layers)))
-        if one.source_layers[t] != two.source_layers[t]
     ]
     found_a, found_b = _mapped(row_a), _mapped(row_b)
     keys = sorted(found_a.keys() | found_b.keys(), key=lambda key: (key[0] != "all", key))

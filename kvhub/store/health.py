@@ -8,9 +8,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Literal
 
 from kvhub.errors import KvhubError
+from kvhub.files import unwritable
 from kvhub.settings import Settings
 
 Result = Literal["ok", "warns", "FAILS"]
@@ -57,6 +59,9 @@ def examine(settings: Settings | None = None, *, ask_hub: bool = True) -> Iterat
             yield check()
         except KvhubError as error:
             yield Finding(name, "FAILS", error.message, error.hint)
+        except OSError as error:
+            said = unwritable(Path(error.filename or settings.home), error, "check its owner and its disk")
+            yield Finding(name, "FAILS", said.message, said.hint)
         except Exception as error:
             yield Finding(
                 name, "FAILS", f"{type(error).__name__}: {error}"[:200], "KVHUB_DEBUG=1 shows where"
@@ -127,6 +132,9 @@ def _store(settings: Settings) -> Finding:
         names = ", ".join(stray.path.name[:12] for stray in waste.unregistered[:5])
         found = f"{len(waste.unregistered)} mappers here are not registered: {names}"
         return Finding("store", "warns", found, "kvhub register puts them back")
+    if waste.absent:
+        found = f"{len(waste.absent)} lock files are missing: {', '.join(map(str, waste.absent[:3]))}"
+        return Finding("store", "warns", found, "what they named is kept until kvhub gc gives them up")
     if waste.garbage:
         found = f"{len(waste.garbage)} things that nothing keeps, {waste.size / 1e6:.1f} MB"
         return Finding("store", "warns", found, "kvhub gc")

@@ -11,6 +11,7 @@ from kvhub.errors import BadInput, Corrupt, Incompatible
 from kvhub.evaluation.gate import reason, rejudge
 from kvhub.settings import Settings
 from kvhub.store import trust
+from kvhub.strict_json import shown
 from kvhub_registry import MapperRow, State
 
 _ALIAS = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
@@ -65,7 +66,8 @@ def alias_name(text: str) -> str:
     name = text.removeprefix("@")
     if not _ALIAS.fullmatch(name):
         raise BadInput(
-            f"{text!r} cannot be an alias", "a letter, then letters, digits, '.', '_' or '-'; at most 64"
+            f"{shown(text, 80)!r} cannot be an alias",
+            "a letter, then letters, digits, '.', '_' or '-'; at most 64",
         )
     return name
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from kvhub.artifact.evidence import read_evidence
 from kvhub.artifact.read import verify_artifact
-from kvhub.catalog import find, inside, local_directory, open_registry, register
+from kvhub.catalog import find, inside, is_directory, local_directory, open_registry, register
 from kvhub.errors import NotFound
 from kvhub.hub.store import exclusive
 from kvhub.settings import Settings
 from kvhub.store import trust
 from kvhub.store.judge import judge
 from kvhub.store.strays import look
+from kvhub.strict_json import shown
 from kvhub_registry import MapperRow
 
 _PREFIX = re.compile(r"[0-9a-f]{6,64}")
@@ -35,8 +36,11 @@ def directory_named(text: str, settings: Settings) -> Path:
     if given is None and _PREFIX.fullmatch(text) and settings.mappers.is_dir():
         found = [path for path in settings.mappers.iterdir() if path.name.startswith(text)]
         given = found[0] if len(found) == 1 else None
+    if given is None and is_directory(text):
+        given = Path(text).absolute()
     if given is None:
-        raise NotFound(f"no mapper {text!r} in {settings.mappers}", "name a directory, or six digits or more")
+        hint = "name a directory, or six digits or more"
+        raise NotFound(f"no mapper {shown(text)!r} in {settings.mappers}", hint)
     return given
 
 

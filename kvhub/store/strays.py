@@ -18,7 +18,7 @@ Kind = Literal["unregistered", "directory", "leftover", "foreign"]
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _BLOB = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]{12}")
 _LEFTOVER = re.compile(
-    r"\.(removed|fit|import|quantize|writing)-.*"  # put aside, or being written
+    r"\.(removed|fit|import|quantize|writing|pull)-.*"  # put aside, or being written
     r"|\.([0-9a-f]{64}|\.(import|quantize)-[^.]*)\.\w+"  # by `write_artifact`
 )
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvhub.files import is_full
 from kvhub.settings import Settings
 
 _held: dict[str, int] = {}
@@ -30,11 +31,22 @@ def hold(digest: str, settings: Settings | None = None) -> None:
 
 
 @contextmanager
-def unused(digest: str, settings: Settings) -> Iterator[bool]:
-    """Whether nobody holds the mapper; where so, nobody can begin to until the block ends."""
+def unused(digest: str, settings: Settings, *, look: bool = False) -> Iterator[bool]:
+    """Whether nobody holds the mapper; where so, nobody can begin to until the block ends.
+
+    look: make no file. Where there is none nobody holds it, and where none can be made nobody can.
+    """
     path = _path(digest, settings)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if not look:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        create = os.O_RDONLY if look else os.O_RDWR | os.O_CREAT
+        descriptor = os.open(path, create | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if is_full(error) or (look and isinstance(error, FileNotFoundError)):
+            yield True
+            return
+        raise
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -53,7 +53,7 @@ def matrix(coverage: Coverage) -> str:
     """The directed table; rows are sources."""
     if not coverage.models:
         return '<p class="note">no mappers yet: kvhub fit makes one, kvhub pull fetches one</p>'
-    names = [name.rpartition("/")[2] for name in coverage.models]
+    names = coverage.headings()
     head = "<th>source \\ target</th>" + "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "".join(
         f"<tr><th>{escape(names[n])}</th>"

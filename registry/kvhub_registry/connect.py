@@ -48,8 +48,13 @@ _REMOTE = {
 }
 
 
-def parse(url: str) -> URL:
-    """A checked URL: a SQLite file or PostgreSQL through psycopg. Raises `BadAddress`."""
+def parse(url: str | Path) -> URL:
+    """A checked URL: a SQLite file or PostgreSQL through psycopg. Raises `BadAddress`.
+
+    A `Path` is a SQLite file whatever its name: in a URL `?` begins options and `%41` is an A.
+    """
+    if isinstance(url, Path):
+        return URL.create("sqlite", database=str(url))
     hint = "set KVHUB_DATABASE_URL to sqlite:///FILE or postgresql://USER@HOST/DATABASE, or unset it"
     try:
         parsed = make_url(url)
@@ -133,20 +138,37 @@ def _sqlite(url: URL, journal: str | None) -> Engine:
     @event.listens_for(engine, "connect")
     def _connect(connection: Any, _record: object) -> None:
         connection.isolation_level = None  # BEGIN is ours, below
-        cursor = connection.cursor()
-        # First: changing the journal mode takes a lock itself.
-        cursor.execute(f"PRAGMA busy_timeout={BUSY_SECONDS * 1000}")
-        if journal:
-            cursor.execute(f"PRAGMA journal_mode={journal}")
-            cursor.execute("PRAGMA synchronous=NORMAL" if journal == "WAL" else "PRAGMA synchronous=FULL")
-        cursor.execute("PRAGMA foreign_keys=ON")
-        cursor.close()
+        try:
+            _prepare(connection, Path(str(url.database)), journal)
+        except BaseException:
+            connection.close()  # nobody else would before it is collected
+            raise
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
         connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get('begin', 'DEFERRED')}")
 
     return engine
+
+
+def _prepare(connection: Any, path: Path, journal: str | None) -> None:
+    cursor = connection.cursor()
+    if journal == "WAL" and _is_tight(path):
+        # The log's index in memory instead of a file: else nothing could be read, nor removed.
+        cursor.execute("PRAGMA locking_mode=EXCLUSIVE")
+    # Before the journal mode: changing that takes a lock itself.
+    cursor.execute(f"PRAGMA busy_timeout={BUSY_SECONDS * 1000}")
+    if journal:
+        cursor.execute(f"PRAGMA journal_mode={journal}")
+        cursor.execute("PRAGMA synchronous=NORMAL" if journal == "WAL" else "PRAGMA synchronous=FULL")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.close()
+
+
+def _is_tight(path: Path) -> bool:
+    """Whether a full disk has no room for the index of SQLite's log, and no other process has made one."""
+    made = path.exists() and path.stat().st_size > 0
+    return made and not has_room(path.parent) and not path.with_name(f"{path.name}-shm").exists()
 
 
 @contextmanager

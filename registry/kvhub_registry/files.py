@@ -16,7 +16,7 @@ def read_only_address(path: Path) -> str:
     """
     may_log = may_write(path.parent) and has_room(path.parent)
     still = "" if may_log or _has_log(path) else "&immutable=1"
-    return f"file:{quote(path.as_posix())}?mode=ro{still}"
+    return f"file:{quote(os.fsencode(path))}?mode=ro{still}"
 
 
 def may_write(directory: Path) -> bool:

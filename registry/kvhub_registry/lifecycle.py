@@ -64,7 +64,7 @@ def unpoint(session: Session, name: str, why: str) -> str:
     """Forget an alias; returns the digest that it meant. Raises `NotRegistered`."""
     alias = session.get(AliasTable, name)
     if alias is None:
-        raise NotRegistered(f"no alias {name!r}", "kvhub alias lists them")
+        raise NotRegistered(f"no alias {name[:200]!r}", "kvhub alias lists them")
     note(session, alias.mapper_digest, f"alias {name} removed", why)
     digest = alias.mapper_digest
     session.delete(alias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Self
 
 from sqlalchemy import Engine, delete
@@ -34,6 +35,9 @@ from kvhub_registry.tables import (
     ScoreTable,
 )
 
+LONGEST = 200
+"""Letters of a reference that a message repeats: `org/name->org/name` fits."""
+
 
 class Registry:
     """The registry at one database. Safe between processes; every method is one transaction.
@@ -45,8 +49,8 @@ class Registry:
         self._engine = engine
 
     @classmethod
-    def open(cls, url: str, *, read_only: bool = False) -> Self:
-        """Open the registry at `url`, creating or upgrading its tables where they are behind.
+    def open(cls, url: str | Path, *, read_only: bool = False) -> Self:
+        """Open the registry at `url` (a `Path`: a SQLite file); tables that are behind are made or upgraded.
 
         read_only: never writes (a serving process); a missing or older database
         is `NotRegistered`. Errors: `BadAddress`, `Denied`, `Damaged`, `TooNew`,
@@ -99,11 +103,11 @@ class Registry:
             forms = (
                 "" if shape else "; a mapper is a digest (six digits at least), an alias or 'source->target'"
             )
-            raise NotRegistered(f"no mapper {ref!r}{forms}", "kvhub list shows what is registered")
+            raise NotRegistered(f"no mapper {_brief(ref)!r}{forms}", "kvhub list shows what is registered")
         shown = ", ".join(f"{row.digest[:SHORT]} ({row.state}, {row.created:%Y-%m-%d})" for row in found[:8])
         more = f" and {len(found) - 8} more" if len(found) > 8 else ""
         raise Ambiguous(
-            f"{ref!r} fits {len(found)} mappers",
+            f"{_brief(ref)!r} fits {len(found)} mappers",
             f"give more of a digest: {shown}{more}",
             tuple(row.digest for row in found),
         )
@@ -233,6 +237,10 @@ class Registry:
             for orphan in queries.unreferenced(session):
                 session.delete(orphan)
             return row
+
+
+def _brief(ref: str) -> str:
+    return ref if len(ref) <= LONGEST else f"{ref[:LONGEST]}..."
 
 
 def _scores(digest: str, scores: Iterable[ScoreRecord]) -> list[ScoreTable]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import shutil
 import stat
@@ -24,6 +26,7 @@ from kvhub.settings import Settings
 from kvhub.store import collect as collecting
 from kvhub.store import roots
 from kvhub.store.collect import collect
+from kvhub.store.health import examine
 from kvhub.store.lifecycle import name, promote, retire
 from kvhub.store.recover import put_back
 from kvhub.store.recover import unregistered as unregistered_in
@@ -57,11 +60,36 @@ def test_only_what_nothing_keeps_goes(home: Settings, tmp_path: Path) -> None:
         m.digest for m in (ready, draft, named, locked)
     }
     assert len(list((home.home / "blobs").iterdir())) == 4
-    (tmp_path / "kvhub.lock").unlink()  # the project is gone, and with it what kept this mapper
-    assert [item.row.digest for item in collect(home).garbage if item.row] == [locked.digest]
     assert collect(home, drafts=True).garbage == []  # young
+    (tmp_path / "kvhub.lock").unlink()  # the project is gone, and with it what kept this mapper
     gone = collect(home, drafts=True, grace=0).garbage
-    assert [item.row.digest for item in gone if item.row] == [draft.digest]
+    assert {item.row.digest for item in gone if item.row} == {draft.digest, locked.digest}
+
+
+def test_a_lock_file_that_is_missing_for_a_while(home: Settings, tmp_path: Path) -> None:
+    """Another branch is checked out, and back again: nothing that only looks forgets the file."""
+    manifest, path = stored(home), tmp_path / "kvhub.lock"
+    lock_of(manifest, path)
+    roots.remember(path, home)
+    retire(manifest.digest, why="old")
+    (note,) = (home.home / "roots").iterdir()
+    before, away = note.read_bytes(), path.rename(tmp_path / "away")
+    assert "missing" in next(f for f in examine(home, ask_hub=False) if f.name == "store").found
+    would = collect(home, dry_run=True)
+    assert (would.garbage, would.absent, note.read_bytes()) == ([], [path], before)
+    assert collect(home, dry_run=True, grace=0).garbage  # as that gc would
+    assert collect(home).garbage == []  # a real one only notes since when
+    assert note.read_bytes() != before
+    away.rename(path)
+    assert (collect(home).garbage, note.read_bytes()) == ([], before)
+    path.unlink()
+    assert collect(home).garbage == []
+    found = json.loads(note.read_text())
+    note.write_text(json.dumps(found | {"missing": found["missing"] - 2 * roots.GRACE}))
+    assert [item.row.digest for item in collect(home, dry_run=True).garbage if item.row] == [manifest.digest]
+    assert note.exists()
+    assert [item.row.digest for item in collect(home).garbage if item.row] == [manifest.digest]
+    assert not note.exists()
 
 
 def test_a_lock_that_cannot_be_read_stops_everything(home: Settings, tmp_path: Path) -> None:
@@ -109,6 +137,47 @@ def test_what_killed_processes_left(home: Settings) -> None:
     assert {item.path.name for item in collect(home).garbage} == names
     assert collect(home).garbage == []
     verify_artifact(home.mappers / manifest.digest, deep=True)
+
+
+def test_a_leftover_under_every_name(home: Settings) -> None:
+    """Each name that something unfinished has, once its process is gone; what a living one holds stays."""
+    digest = stored(home).digest
+    process = subprocess.Popen(["true"])
+    process.wait()
+    tags = (
+        "fit-x",
+        "import-x",
+        "quantize-x",
+        "pull-aaaaaaaaaaaa",
+        f"{digest}.abcdefgh",
+        ".import-x.abcdefgh",
+    )
+    made = [home.mappers / f".{tag}" for tag in tags]
+    for path in made:
+        path.mkdir()
+        (path / "big").write_bytes(b"x" * 1000)
+    made += [home.mappers / ".pull-bbbbbbbbbbbb.lock"]
+    writing = f".writing-{process.pid}-abcdef01"
+    for folder in ("mappers", "", "roots", "pulled", "cache", "cache/datasets"):
+        made.append(home.home / folder / writing)
+    made.append(home.home / "serving" / ".cost-0123.json.abcdefgh")
+    made.append(home.cache / "fingerprints" / "tmpabcdefgh")
+    for path in made[len(tags) :]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    alive, lock = home.mappers / ".pull-cccccccccccc", home.mappers / ".pull-cccccccccccc.lock"
+    ours = home.home / f".writing-{os.getpid()}-abcdef01"
+    alive.mkdir()
+    ours.write_bytes(b"x")
+    assert [item.path for item in collect(home).garbage] == []  # young
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        would, done = collect(home, dry_run=True, grace=0), collect(home, grace=0)
+        assert {item.path for item in done.garbage} == {item.path for item in would.garbage} == set(made)
+        assert done.size >= len(tags) * 1000
+        assert not [path for path in made if path.exists()] and alive.exists() and ours.exists()
+    assert [item.path for item in collect(home).garbage] == [alive]  # whose lock is free: at once
+    assert not alive.exists() and not lock.exists()
 
 
 def test_what_kvhub_did_not_put_there_stays_and_is_named(home: Settings) -> None:
@@ -347,6 +416,7 @@ from kvhub.artifact.read import read_manifest
 from kvhub.catalog import register
 from kvhub.settings import Settings
 from kvhub.store.collect import collect
+from kvhub.store.health import examine
 from kvhub.store.lifecycle import name, promote, retire
 settings = Settings.load()
 for turn, made in enumerate(sorted(Path(sys.argv[1]).iterdir())):

@@ -1,0 +1,119 @@
+"""A disk that is full is made free by kvhub itself, and a home that may only be read is looked at."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.small_disk import filled, small_disk
+from support.stored import stored
+
+from kvhub.artifact.manifest import Manifest
+from kvhub.catalog import find, open_registry
+from kvhub.errors import NotFound
+from kvhub.settings import Settings, sqlite_url
+from kvhub.store.collect import collect
+from kvhub.store.lifecycle import retire
+from kvhub_registry import State
+
+
+@contextmanager
+def full_home(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Settings, Manifest, Manifest]]:
+    """A home on a disk without a free byte: a mapper that is ready and one that is retired."""
+    with small_disk(place, "4m") as disk:
+        monkeypatch.setenv("KVHUB_HOME", str(disk / "home"))
+        settings = Settings(disk / "home", sqlite_url(disk / "home" / "registry.db"), False)
+        ready, old = stored(settings, 1), stored(settings, 2)
+        for n, manifest in enumerate((ready, old)):  # a shard whose bytes its blob keeps, too
+            bulk = settings.mappers / manifest.digest / "bulk"
+            bulk.write_bytes(bytes(1 << 19))
+            os.link(bulk, settings.home / "blobs" / f"{n}{'0' * 63}")
+        retire(old.digest, why="old", settings=settings)
+        with filled(disk):
+            yield settings, ready, old
+
+
+def test_gc_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with full_home(tmp_path / "disk", monkeypatch) as (settings, ready, old):
+        would, done = collect(settings, dry_run=True), collect(settings)
+        assert [item.row.digest for item in done.garbage if item.row] == [old.digest]
+        assert would.size == done.size >= old.size
+        assert {path.name for path in settings.mappers.iterdir()} - {".lock"} == {ready.digest}
+        assert len(list((settings.home / "blobs").iterdir())) == 2
+        with open_registry(settings) as registry:
+            assert [row.digest for row in registry.list()] == [ready.digest] and not registry.health()
+        assert collect(settings, grace=0).garbage == []
+
+
+def test_rm_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with full_home(tmp_path / "disk", monkeypatch) as (settings, ready, _):
+        command = [sys.executable, "-m", "kvhub", "rm", ready.digest, "--yes"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, "freed" in done.stderr) == (0, True), done.stderr
+        with pytest.raises(NotFound):
+            find(ready.digest, settings)
+
+
+KILLED = """
+import os, shutil, signal, sys
+from kvhub.store import blobs
+from kvhub.store.collect import collect
+def delete(directory, settings):
+    if sys.argv[1] == "after":
+        real(directory, settings)
+    elif sys.argv[1] == "between":
+        shutil.rmtree(directory)
+    os.kill(os.getpid(), signal.SIGKILL)
+real, blobs.delete = blobs.delete, delete
+collect()
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+def test_killed_while_it_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    with full_home(tmp_path / "disk", monkeypatch) as (settings, ready, old):
+        done = subprocess.run([sys.executable, "-c", KILLED, when], check=False)
+        assert done.returncode == -signal.SIGKILL
+        assert find(ready.digest, settings).state is State.READY
+        collect(settings)
+        with pytest.raises(NotFound):
+            find(old.digest, settings)
+        assert {path.name for path in settings.mappers.iterdir()} - {".lock"} == {ready.digest}
+        assert collect(settings, grace=0).garbage == []
+
+
+def test_a_read_only_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        monkeypatch.setenv("KVHUB_HOME", str(disk / "home"))
+        settings = Settings.load()
+        digest = stored(settings, 1).digest
+        with open_registry(settings) as registry:
+            registry.add_location(digest, place())
+        retire(stored(settings, 2).digest, why="old")
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        try:
+
+            def run(*command: str) -> subprocess.CompletedProcess[str]:
+                whole = [sys.executable, "-m", "kvhub", *command]
+                return subprocess.run(whole, capture_output=True, text=True, check=False, cwd=tmp_path)
+
+            would = run("gc", "--dry-run")
+            assert (would.returncode, would.stderr.startswith("1 would go")) == (0, True), would.stderr
+            found = run("doctor", "--no-hub").stdout
+            assert "Errno" not in found and "things that nothing keeps" in found
+            done = run("lock", digest)
+            assert (done.returncode, os.listdir(tmp_path)) == (4, ["disk"]), done.stderr  # noqa: PTH208
+        finally:
+            subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+
+
+def place():  # type: ignore[no-untyped-def]
+    from kvhub_registry import HubLocation
+
+    return HubLocation(repo_id="o/m", commit="a" * 40, pushed=True)
