@@ -2,7 +2,7 @@
 
     python -m benchmarks.compiled [--capability 90]
 
-Some minutes on two cores. Writes `benchmarks/results/apply_compiled.csv`; with `--capability` it prints only.
+Some minutes on two cores. Writes `benchmarks/results/compiled.csv`; with `--capability` it prints only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from benchmarks.machine import RESULTS, write_csv
 from kvhub_kernels.compiled import CAPABILITIES, Resources, compile_all
 
-FILE = RESULTS / "apply_compiled.csv"
+FILE = RESULTS / "compiled.csv"
 HEADER = [field.name for field in fields(Resources)]
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import inspect
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +19,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvhub_kernels import fused
 from kvhub_kernels.fused import affine_kernel, gather_kernel
-from kvhub_kernels.tiles import ANY, TABLE, Tile, choose, lanes_of
+from kvhub_kernels.tiles import ANY, MOST_SUMS, TABLE, Tile, choose, lanes_of
 
 CAPABILITIES = (80, 90, 100)
 SHARED = {80: 166912, 90: 232448, 100: 232448}
@@ -42,6 +46,8 @@ class Resources:
     """Accesses to local memory between the first and the last matrix instruction."""
     instructions: str
     """The matrix instructions found in the machine code."""
+    source: str
+    """`source_digest()` of what was compiled."""
 
 
 class Variant(NamedTuple):
@@ -51,6 +57,35 @@ class Variant(NamedTuple):
     name: str
     capability: int
     compile: Callable[[], Resources]
+
+
+@lru_cache
+def source_digest() -> str:
+    """16 hex digits of the kernels' code, of what it imports and of the tiles, as compiled here.
+
+    Comments, docstrings and layout do not change it.
+    """
+    whole = ast.parse(inspect.getsource(fused))
+    parts = [ast.parse(inspect.getsource(part)) for part in (choose, lanes_of, whole_heads, compile_gather)]
+    parts.append(ast.parse(inspect.getsource(compile_affine)))
+    code = [ast.unparse(_without_docstrings(tree)) for tree in (whole, *parts)]
+    values = [(name, value) for name, value in vars(fused).items() if isinstance(value, (int, float, str))]
+    values = [(name, value) for name, value in values if name.isupper()]
+    text = repr((code, sorted(values), sorted(TABLE.items()), MOST_SUMS, SHARED, HEADS, HEAD_DIM))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    """`tree` less every expression that is only a text."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [  # type: ignore[attr-defined]
+                line
+                for line in body
+                if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+            ]
+    return tree
 
 
 def variants(capabilities: tuple[int, ...] = CAPABILITIES) -> Iterator[Variant]:
@@ -174,6 +209,7 @@ def _compile(
         spills=int(usage["LOCAL"]) + int(usage["STACK"]),
         spilled_in_loop=sum(name.startswith(("LDL", "STL")) for name in code[first:last]),
         instructions=" ".join(sorted({name.split(".")[0] for name in code if _is_product(name)})),
+        source=source_digest(),
     )
 
 

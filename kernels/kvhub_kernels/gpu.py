@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -30,7 +31,9 @@ class TritonApplier:
     """One mapper on one device. Launches on the current stream and never waits for it.
 
     After a first call with the same caches, layers and no more tokens, nothing is allocated and nothing is
-    copied from the host, so that a call can be captured in a CUDA graph. One stream at a time.
+    copied from the host, so that a call can be captured in a CUDA graph; a capture before such a call is
+    refused. What a capture points to is kept as long as this object, which must live as long as the
+    graph; the caller keeps the caches, pages and rotations. One stream at a time.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class TritonApplier:
         self._words = _packed_words(places if self._packable else [[]] * len(places)).to(self.device)
         self._layers: dict[tuple[int, ...], Tensor] = {}
         self._streams: set[int] = set()
+        self._captured: dict[int, Tensor] = {}
         if self.device.type == "cuda":  # made on this thread's stream, read on others
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -90,6 +94,8 @@ class TritonApplier:
             raise ValueError("the weights were packed for another rotation")
         self._note_stream()
         wanted = tuple(range(self.plan.layers) if layers is None else layers)
+        if capturing(self.device):
+            self._keep_for_graph(source, target, wanted)
         if wanted not in self._layers:
             self._layers[wanted] = self._ints(wanted)
         finite = self.workspace.take("finite", (), torch.int32).fill_(1)
@@ -98,6 +104,23 @@ class TritonApplier:
             x = self._gather(source, strip, start, tokens)
             self._affine(x, target, rotate, self._layers[wanted], start, tokens, finite, tile)
         return finite
+
+    def _keep_for_graph(self, source: Rows, target: Rows, wanted: tuple[int, ...]) -> None:
+        """Tables and scratch that a later call may drop or replace, while a graph still points to them."""
+        size = math.prod(self._scratch(source))
+        tables = [self._known.get(_address_key(rows)) for rows in (source, target)]
+        held = [self.workspace.held("x", self.dtype), self.workspace.held("finite", torch.int32)]
+        used = [*tables, *held, self._layers.get(wanted)]
+        if any(part is None for part in used) or (held[0] is not None and held[0].numel() < size):
+            raise ValueError("before a capture, apply once with the same caches, layers and as many tokens")
+        self._captured |= {part.data_ptr(): part for part in used if part is not None}
+
+    def _scratch(self, source: Rows) -> tuple[int, int, int, int]:
+        """Shape of the content rows of a chunk, with room for whole token tiles: the product reads, and
+        throws away, rows beyond the last token.
+        """
+        capacity = min(self._chunk, source.tokens) + 255 & ~255
+        return 2, len(self.plan.used), capacity, self.plan.source_heads * self.plan.source_dim
 
     def _note_stream(self) -> None:
         """Weights that are dropped while a stream still reads them are not given away before it has."""
@@ -111,10 +134,9 @@ class TritonApplier:
 
     def _gather(self, source: Rows, strip: RotaryTable, start: int, tokens: int) -> Tensor:
         plan = self.plan
-        features = plan.source_heads * plan.source_dim
-        # Whole token tiles: the product reads, and throws away, rows beyond the last token.
-        capacity = min(self._chunk, source.tokens) + 255 & ~255
-        x = self.workspace.take("x", (2, len(plan.used), capacity, features), self.dtype)
+        shape = self._scratch(source)
+        *_, capacity, features = shape
+        x = self.workspace.take("x", shape, self.dtype)
         cos, sin, factor = tables(strip, back=True)
         # The interpreter takes as long for a small program as for a large one.
         block_tokens, block_pairs = (64, 128) if self.device.type == "cpu" else (16, 64)
@@ -227,7 +249,7 @@ class TritonApplier:
 
     def _addresses(self, rows: Rows) -> Tensor:
         """`[layers, 2]` int64 on the device; remembered, since copying it would break a capture."""
-        key = tuple(layer.data_ptr() for pair in zip(rows.keys, rows.values, strict=True) for layer in pair)
+        key = _address_key(rows)
         known = self._known.get(key)
         if known is None:
             if any(address % 16 for address in key):
@@ -239,6 +261,16 @@ class TritonApplier:
 
     def _ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
+
+
+def _address_key(rows: Rows) -> tuple[int, ...]:
+    """Where each layer's keys and values begin."""
+    return tuple(layer.data_ptr() for pair in zip(rows.keys, rows.values, strict=True) for layer in pair)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream's work goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _packed_words(places: Sequence[Sequence[int]]) -> Tensor:

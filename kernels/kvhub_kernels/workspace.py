@@ -25,6 +25,10 @@ class Workspace:
             self._held[name, dtype] = held
         return held[:size].view(tuple(shape))
 
+    def held(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """The whole buffer `name`, if it was ever taken."""
+        return self._held.get((name, dtype))
+
     @property
     def nbytes(self) -> int:
         return sum(held.nbytes for held in self._held.values())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 
 import pytest
 import torch
 from support.applying import Case, again, check, make_problem, wrong_calls
+
+from benchmarks.gpu_checks import EXTRAS
+from benchmarks.gpu_checks import check as gpu_check
 
 half, bf16 = torch.float16, torch.bfloat16
 CASES = {
@@ -17,7 +21,7 @@ CASES = {
     "odd, head-local": Case("head-local", tokens=17, k=3, source=(3, 3, 40), target=(2, 3, 48), rows=half),
     "all layers": Case(tokens=16, k=5, source=(5, 1, 80), target=(1, 2, 96), pool=half, scattered=False),
     "many layers": Case(tokens=9, k=31, source=(33, 1, 16), target=(2, 1, 32)),
-    "more layers than fit in words": Case(tokens=9, k=33, source=(34, 1, 16), target=(1, 1, 32)),
+    "more layers than fit in words": Case(tokens=9, k=33, source=(36, 1, 16), target=(3, 1, 32)),
     "interleaved": Case(tokens=9, k=1, source=(2, 2, 16), target=(2, 2, 16), pairing=("interleaved",) * 2),
     "partial": Case(tokens=9, k=2, source=(3, 2, 32), target=(2, 1, 32), partial=(0.5, 0.25)),
     "partial, interleaved": Case(
@@ -110,6 +114,17 @@ def test_a_value_that_is_not_finite_is_told(bad):
     assert int(mapper.apply(problem.source, problem.target, problem.strip, problem.rotate)) == 0
 
 
+@pytest.mark.parametrize("column", [3, 19])
+def test_what_is_not_finite_in_either_column_of_a_pair_is_told(column):
+    """Of the two columns of a pair, 3 and 19 of 32, only one is too large for the pool."""
+    problem = make_problem(Case(tokens=3, k=1, source=(2, 1, 32), target=(1, 1, 32), pool=half))
+    problem.weights.sides[0][1].bias[0, column] = 1e6
+    mapper = applier(problem, torch.float32)
+    assert int(mapper.apply(problem.source, problem.target, problem.strip, problem.rotate)) == 0
+    stored = problem.target.values[0][problem.target.slots, 0]
+    assert stored.isfinite().all(0).tolist() == [other != column for other in range(32)]
+
+
 def test_the_same_twice_and_every_tile():
     from kvhub_kernels.tiles import Tile
 
@@ -138,6 +153,101 @@ def test_slots_beyond_two_to_the_31_elements():
         mapper._addresses(rows).sub_(far * 32 * 4)
     mapper.apply(source, target, problem.strip, problem.rotate)
     check(problem, rounded=None)
+
+
+def mapped_at(size, dtype):
+    """`size` elements 2^32 bytes into a space of 10 GB, of which only pages in use take memory.
+
+    What is addressed too low by up to 2^32 bytes meets zeros, not a fault.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    space = mmap.mmap(-1, 5 << 31, flags=flags)
+    return space, torch.frombuffer(space, dtype=dtype, count=size, offset=1 << 32)
+
+
+def test_weights_beyond_two_to_the_31_elements():
+    """The one target layer stands as the 33,000th: its matrices begin 2.16e9 elements in."""
+    layer = 33000
+    case = Case(tokens=3, k=4, source=(4, 2, 64), target=(1, 1, 64), weights="int8")
+    problem = make_problem(case)
+    mapper = applier(problem, torch.float32)
+    packed, one = mapper.packed, problem.plan.depth * problem.plan.columns
+    assert 2 * layer * one > 1 << 31
+    space, low = mapped_at(1, torch.int8)
+    start = (1 << 32) + 2 * layer * one
+    torch.frombuffer(space, dtype=torch.int8, count=2 * one, offset=start).copy_(packed.matrix.flatten())
+
+    def moved(table):
+        far = torch.zeros((layer + 1, *table.shape[1:]), dtype=table.dtype)
+        far[layer] = table[0]
+        return far
+
+    mapper.packed = replace(packed, matrix=low, bias=moved(packed.bias), scale=moved(packed.scale))
+    mapper._words, mapper._places = moved(mapper._words), moved(mapper._places[None])
+    mapper._layers[0,] = torch.tensor([layer], dtype=torch.int32)
+    key = tuple(rows.data_ptr() for rows in (problem.target.keys[0], problem.target.values[0]))
+    mapper._known[key] = moved(mapper._addresses(problem.target).view(1, 2))
+    mapper.apply(problem.source, problem.target, problem.strip, problem.rotate)
+    check(problem, rounded=None)
+
+
+def test_scratch_beyond_two_to_the_31_elements(monkeypatch):
+    """Of four planes of content rows the last begins 2.2e9 elements in, in both kernels."""
+    problem = make_problem(Case(tokens=3, k=2, source=(2, 1, 32), target=(1, 1, 32), rows=bf16, pool=bf16))
+    mapper = applier(problem, bf16)
+    shape = (2, 2, 23_000_000, 32)
+    assert 3 * shape[2] * shape[3] > 1 << 31
+    _space, low = mapped_at(32, bf16)
+    take = mapper.workspace.take
+
+    def far(name, size, dtype):
+        return low.as_strided(shape, (0, 0, 0, 1)) if name == "x" else take(name, size, dtype)
+
+    monkeypatch.setattr(mapper, "_scratch", lambda source: shape)
+    monkeypatch.setattr(mapper.workspace, "take", far)
+    mapper.apply(problem.source, problem.target, problem.strip, problem.rotate)
+    check(problem, rounded=bf16, tolerance=8e-3)
+
+
+def test_what_a_captured_graph_points_to_is_kept(monkeypatch):
+    from kvhub_kernels import gpu
+
+    problem = make_problem(Case(tokens=5, k=1, source=(1, 1, 32), target=(1, 1, 32)))
+    mapper = applier(problem, torch.float32)
+    call = problem.source, problem.target, problem.strip, problem.rotate
+    short = replace(problem.source, tokens=3), *call[1:]
+    monkeypatch.setattr(gpu, "capturing", lambda device: True)
+    with pytest.raises(ValueError, match="before a capture"):
+        mapper.apply(*call)
+    monkeypatch.setattr(gpu, "capturing", lambda device: False)
+    mapper.apply(*call)
+    monkeypatch.setattr(gpu, "capturing", lambda device: True)
+    mapper.apply(*short)
+    tables = [mapper._addresses(rows) for rows in call[:2]]
+    scratch = mapper.workspace.held("x", torch.float32)
+    longer = replace(problem.source, tokens=300, slots=problem.source.slots.repeat(60))
+    with pytest.raises(ValueError, match="as many tokens"):
+        cos, sin = (part.repeat(60, 1) for part in (problem.strip.cos, problem.strip.sin))
+        table = replace(problem.strip, cos=cos, sin=sin)
+        more = problem.target.slots.repeat(60)
+        mapper.apply(longer, replace(problem.target, tokens=300, slots=more), table, table)
+    monkeypatch.setattr(gpu, "capturing", lambda device: False)
+    monkeypatch.setattr(gpu, "_KEPT_TABLES", 1)
+    other = again(problem)
+    mapper.apply(problem.source, other.target, problem.strip, problem.rotate)
+    mapper.workspace.take("x", (10 * scratch.numel(),), torch.float32)
+    kept = [id(part) for part in mapper._captured.values()]
+    assert all(id(part) in kept for part in (*tables, scratch))
+    assert not any(tables[0] is known for known in mapper._known.values())
+
+
+@pytest.mark.parametrize("index", range(len(EXTRAS)))
+def test_what_the_gpu_script_checks_beyond_equal_sides(index):
+    """Smaller, and in float32, whose products are exact here."""
+    shape = EXTRAS[index]
+    heads, many = min(shape["heads"], 2), shape["target_heads"]
+    small = {"tokens": 18, "k": 1, "dtype": "float32", "heads": heads, "target_heads": many and min(many, 3)}
+    assert gpu_check(shape | small, device="cpu")["good"]
 
 
 @pytest.mark.parametrize("call", list(wrong_calls()), ids=lambda call: call[0])

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import csv
+import inspect
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from kvhub_kernels.compiled import HEAD_DIM, Resources, compile_affine, compile_gather, variants, whole_heads
+from kvhub_kernels import compiled, fused
+from kvhub_kernels.compiled import (
+    HEAD_DIM,
+    Resources,
+    compile_affine,
+    compile_gather,
+    source_digest,
+    variants,
+    whole_heads,
+)
 from kvhub_kernels.tiles import ANY, TABLE, lanes_of
 
 INSTRUCTION = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
@@ -62,9 +72,52 @@ def test_a_tile_that_normalises_holds_whole_heads(tmp_path, monkeypatch):
 
 
 def test_the_report_is_of_what_is_shipped():
-    """`python -m benchmarks.compiled` makes it; a table of tiles that has changed since shows here."""
-    file = Path(__file__).parents[2] / "benchmarks/results/apply_compiled.csv"
+    """`python -m benchmarks.compiled` makes it; kernels or tiles that have changed since show here."""
+    file = Path(__file__).parents[2] / "benchmarks/results/compiled.csv"
     header, *rows = list(csv.reader(file.read_text().splitlines()))
     assert header == [field.name for field in fields(Resources)]
     named = [(kernel, name, int(capability)) for kernel, name, capability, *_ in rows]
     assert named == [variant[:3] for variant in variants()]
+    assert {row[-1] for row in rows} == {source_digest()}
+
+
+def changed(monkeypatch, module, before, after):
+    """The digest where `before` stands as `after` in the source of `module`."""
+    given = inspect.getsource
+
+    def getsource(what):
+        text = given(what)
+        return text.replace(before, after) if what is module else text
+
+    assert before in given(module)
+    with monkeypatch.context() as patch:
+        patch.setattr(inspect, "getsource", getsource)
+        return source_digest.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("acc1 * cos - acc2 * sin", "acc1 * cos + acc2 * sin"),
+        ("return token.to(tl.int64)", "return token"),
+        ("def _by_head(values, TOKENS: tl.constexpr", "def _by_head(values, TOKENS: int"),
+    ],
+)
+def test_a_changed_kernel_has_another_digest(before, after, monkeypatch):
+    assert changed(monkeypatch, fused, before, after) != source_digest()
+
+
+def test_comments_docstrings_and_layout_are_no_change(monkeypatch):
+    found = changed(monkeypatch, fused, "# In registers:", "# in registers -")
+    assert found == changed(monkeypatch, fused, "The two Triton kernels", "Both kernels") == source_digest()
+
+
+def test_a_changed_table_or_constant_has_another_digest(monkeypatch):
+    known = source_digest()
+    for where, name, value in (
+        (compiled, "TABLE", TABLE | {(80, "full", 16): TABLE[80, "full", 64]}),
+        (fused, "EPSILON", 1e-5),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, value)
+            assert source_digest.__wrapped__() != known

@@ -88,6 +88,17 @@ def test_overflow_of_a_narrow_pool_is_told():
 
 
 @pytest.mark.parametrize("scattered", [True, False])
+def test_many_large_values_in_a_narrow_pool_are_finite(scattered):
+    """Each fits into float16; their sum, which says whether all are finite, does not."""
+    problem = make_problem(Case(pool=torch.float16, scattered=scattered))
+    for _, value in problem.weights.sides:
+        value.bias.fill_(100)
+    applier = CpuApplier(problem.weights)
+    assert applier.apply(problem.source, problem.target, problem.strip, problem.rotate)
+    check(problem, rounded=None)
+
+
+@pytest.mark.parametrize("scattered", [True, False])
 def test_what_a_pool_rounds_up_to_infinity_is_told(scattered):
     """3.4e38 is a float32; the bfloat16 nearest to it is infinity."""
     problem = make_problem(Case(tokens=5, target=(1, 2, 64), pool=torch.bfloat16, scattered=scattered))

@@ -124,6 +124,29 @@ def test_what_is_being_built_counts():
     assert "a" not in resident and "b" in resident
 
 
+def test_what_is_being_built_makes_those_go_that_are_held():
+    resident = Resident(budget=100)
+    resident.get("a", 40, make)
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow():
+        began.set()
+        assert go_on.wait(LONG)
+        return make()
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(resident.get, "b", 40, slow)
+        try:
+            assert began.wait(LONG)
+            assert "a" in resident  # 40 and 40
+            resident.get("c", 40, make)
+            assert "a" not in resident and resident.nbytes == 40  # and 40 that are being built
+        finally:
+            go_on.set()
+        assert first.result(LONG)
+    assert resident.nbytes == 80
+
+
 def test_one_in_use_is_not_built_again():
     resident = Resident(budget=100)
     resident.get("a", 60, make)
