@@ -14,7 +14,7 @@ from kvhub.artifact.open import check_tensors
 from kvhub.artifact.read import read_manifest, verify_artifact
 from kvhub.catalog import explained, files_of, find, reading_registry
 from kvhub.errors import AccessDenied, Corrupt, KvhubError, Unreachable
-from kvhub.files import is_full
+from kvhub.files import is_denied, is_full
 from kvhub.hub import client, store
 from kvhub.hub.download import Progress, download_all
 from kvhub.hub.keep import is_complete, keep
@@ -94,7 +94,7 @@ def fetch(
     except OSError as error:
         if is_full(error):
             raise client.explain(error, wanted.place) from error
-        kind = AccessDenied if isinstance(error, PermissionError) else KvhubError
+        kind = AccessDenied if is_denied(error) else KvhubError
         raise kind(
             f"cannot store {wanted.place} in {settings.mappers}: {error.strerror}", "check KVHUB_HOME"
         ) from error

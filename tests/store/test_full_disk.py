@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from loopback_hub import LoopbackHub
+from support.published import publishable
 from support.small_disk import filled, small_disk
 from support.stored import stored
 
@@ -108,7 +110,18 @@ def test_a_read_only_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             found = run("doctor", "--no-hub").stdout
             assert "Errno" not in found and "things that nothing keeps" in found
             done = run("lock", digest)
-            assert (done.returncode, os.listdir(tmp_path)) == (4, ["disk"]), done.stderr  # noqa: PTH208
+            assert (done.returncode, (tmp_path / "kvhub.lock").exists()) == (4, False), done.stderr
+            with LoopbackHub(tmp_path / "hub").serve() as hub:
+                for name, value in {**hub.environment, "HF_HOME": str(tmp_path / "hf")}.items():
+                    monkeypatch.setenv(name, value)
+                monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+                publishable(tmp_path / "made", seed=7)
+                with monkeypatch.context() as elsewhere:
+                    elsewhere.setenv("KVHUB_HOME", str(tmp_path / "other"))
+                    pushed = run("push", str(tmp_path / "made"), "tester/mapper")
+                    assert pushed.returncode == 0, pushed.stderr
+                done = run("pull", "tester/mapper")
+                assert done.returncode == 4 and "cannot store" in done.stderr, done.stderr
         finally:
             subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
 
