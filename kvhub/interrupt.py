@@ -9,6 +9,7 @@ is raised, remembered, and raised again where it was lost.
 from __future__ import annotations
 
 import _thread
+import atexit
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ def watch() -> None:
         return
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+        atexit.register(_ended)  # the first to be registered runs last
         sys.unraisablehook = _lost
 
 
@@ -43,6 +45,9 @@ def through() -> None:
     """The command has ended, and its exit code is known."""
     global _working
     _working = False
+    # Python notes an interrupt that went through `exec` of a text (as dataclasses are made), and would kill
+    # itself with SIGINT at its end; the next `exec` forgets it.
+    exec("")
 
 
 def seen() -> bool:
@@ -62,6 +67,11 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
     os.write(2, b"Interrupted\n")
     os._exit(CODE)
+
+
+def _ended() -> None:
+    """Python gives up its handlers now, and the process would be killed that has done its work."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _lost(what: Any) -> None:

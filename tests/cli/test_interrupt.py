@@ -52,6 +52,7 @@ def does():
         raise Corrupt("the answer is none that the Hub gives") from None
 command(does)
 """,
+    "in a text that is executed": "command(lambda: exec('press()'))",
     "in a destructor": """
 class Last:
     def __del__(self):
@@ -94,6 +95,15 @@ def test_ctrl_c(shell, moment: str) -> None:  # type: ignore[no-untyped-def]
         [sys.executable, "-c", code], env=shell.environment, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr.strip(), done.stdout) == (130, "Interrupted", ""), moment
+
+
+def test_when_python_takes_itself_apart_the_command_is_done(shell) -> None:  # type: ignore[no-untyped-def]
+    last = "class Last:\n    def __del__(self, kill=os.kill, me=os.getpid()):\n        kill(me, 2)\n"
+    code = BEGIN + last + "last = Last()\ncommand(lambda: None)" + END
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=shell.environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_who_ignores_it_still_does(shell) -> None:  # type: ignore[no-untyped-def]
