@@ -156,12 +156,12 @@ def test_slots_beyond_two_to_the_31_elements():
 
 
 def mapped_at(size, dtype):
-    """`size` elements 2^32 bytes into a space of 10 GB, of which only pages in use take memory.
+    """`size` elements 2^32 bytes into a space of 15 GB, of which only pages in use take memory.
 
     What is addressed too low by up to 2^32 bytes meets zeros, not a fault.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-    space = mmap.mmap(-1, 5 << 31, flags=flags)
+    space = mmap.mmap(-1, 7 << 31, flags=flags)
     return space, torch.frombuffer(space, dtype=dtype, count=size, offset=1 << 32)
 
 
@@ -191,12 +191,13 @@ def test_weights_beyond_two_to_the_31_elements():
     check(problem, rounded=None)
 
 
-def test_scratch_beyond_two_to_the_31_elements(monkeypatch):
-    """Of four planes of content rows the last begins 2.2e9 elements in, in both kernels."""
-    problem = make_problem(Case(tokens=3, k=2, source=(2, 1, 32), target=(1, 1, 32), rows=bf16, pool=bf16))
+@pytest.mark.parametrize("k, capacity", [(1, 67_200_000), (2, 23_000_000), (33, 1_040_000)])
+def test_scratch_beyond_two_to_the_31_elements(k, capacity, monkeypatch):
+    """The last plane of content rows begins 2.2e9 elements in: alone, of a few, of more than fit in words."""
+    problem = make_problem(Case(tokens=3, k=k, source=(k, 1, 32), target=(1, 1, 32), rows=bf16, pool=bf16))
     mapper = applier(problem, bf16)
-    shape = (2, 2, 23_000_000, 32)
-    assert 3 * shape[2] * shape[3] > 1 << 31
+    shape = (2, k, capacity, 32)
+    assert (2 * k - 1) * capacity * 32 > 1 << 31
     _space, low = mapped_at(32, bf16)
     take = mapper.workspace.take
 
