@@ -42,10 +42,12 @@ def fastest(ways: Sequence[Callable[[], Any]], rounds: int, clock: Callable[[], 
     return best
 
 
-def ceilings(clock: Callable[[], float]) -> dict[torch.dtype | str, float]:
+def ceilings(
+    clock: Callable[[], float], dtypes: Sequence[torch.dtype] = tuple(TOLERANCE)
+) -> dict[torch.dtype | str, float]:
     """GFLOP/s of a 2048^3 product by dtype, and GB/s (read and written) of a copy of 256 MB."""
     found: dict[torch.dtype | str, float] = {}
-    for dtype in TOLERANCE:
+    for dtype in dtypes:
         a, b = (torch.randn(2048, 2048).to(dtype) for _ in "ab")
         out = torch.empty_like(a)
         (best,) = fastest([lambda: torch.mm(a, b, out=out)], 3, clock)  # noqa: B023

@@ -14,6 +14,8 @@ ratio is prefill / reuse, so above 1 reuse is faster. Excluded: the source's own
 prefill (it happened in the turn before), shown beside. Included: everything the
 target does, the read of the blocks, their checks and the map. Two tokens are asked for,
 so that the first is streamed before the request ends and publishes its own blocks.
+Beside it, of the same run (`rates`): FLOP/s and GB/s of what kvhub did on the scheduler's
+thread, the ceilings (a plain product, a copy), the eager loop over heads on as many rows.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.handoff_rates import rates, top_of
 from benchmarks.servers import Server, exchange_directory, hints, serve
 
 
@@ -56,11 +59,32 @@ def measure(source: Server, target: Server, texts: list[list[int]]) -> list[dict
                 "prefilled": report["prefilled"],
                 "handoff_ms": report["ms"],
                 "reason": report["reason"],
+                "mapper": report["mapper"],
                 "source_prefill_ms": source_ms,
             }
         )
         print(json.dumps(pairs[-1]), file=sys.stderr, flush=True)
     return pairs
+
+
+def rates_of(pairs: list[dict[str, Any]], top: dict[str, float]) -> dict[str, Any] | None:
+    """`rates` of the medians of the mapped pairs; None where there are none. Fills `top` the first time."""
+    from kvhub.mapper.load import load_mapper
+    from kvhub.mapper.ridge import RidgeMapper
+    from kvhub.settings import Settings
+
+    mapped = [pair for pair in pairs if pair["mapped"]]
+    if not mapped:
+        return None
+    mapper = load_mapper(Settings.load().mappers / mapped[0]["mapper"])
+    if not isinstance(mapper, RidgeMapper):
+        return None
+    if not top:
+        top |= top_of(mapper)
+    tokens, handoff, prefill = (
+        statistics.median(pair[name] for pair in mapped) for name in ("mapped", "handoff_ms", "prefill_ms")
+    )
+    return rates(mapper, int(tokens), handoff, prefill, top)
 
 
 def main() -> None:
@@ -107,7 +131,7 @@ def main() -> None:
         ]
         for server in servers:
             server.wait()
-        offset = 0
+        offset, top = 0, dict[str, float]()
         for length in (*arguments.lengths, *arguments.once):
             warmup = 0 if result["lengths"] else arguments.warmup
             each = 2 * ((1 if length in arguments.once else arguments.pairs) + warmup)
@@ -125,6 +149,7 @@ def main() -> None:
                     "ratio": machine.interval([pair["ratio"] for pair in pairs]),
                     "reuse_ms": statistics.median(pair["reuse_ms"] for pair in pairs),
                     "prefill_ms": statistics.median(pair["prefill_ms"] for pair in pairs),
+                    "rates": rates_of(pairs, top),
                     "pairs": pairs,
                 }
             )
@@ -133,6 +158,8 @@ def main() -> None:
     for row in result["lengths"]:
         ratio = row["ratio"]
         print(f"{row['tokens']:>7} {ratio['median']:>16.2f}  {ratio['low']:.2f} .. {ratio['high']:.2f}")
+    for row in result["lengths"]:
+        print(row["tokens"], row["rates"])
     print(path)
 
 

@@ -1,10 +1,11 @@
 """What int8 weights cost on a real pair, beside the mapper's own error: paired over held-out windows.
 
-    python -m benchmarks.int8 ARTIFACT SOURCE TARGET WINDOWS RECORDINGS [--windows 6]
+    python -m benchmarks.int8 ARTIFACT SOURCE TARGET --text wiki.utf8 --text c4.utf8 --text code.utf8 \
+        --recordings DIR [--windows 6 --prefix 384]
 
-ARTIFACT: a ridge mapper as it is stored. WINDOWS: a torch file of `{domain: [n, tokens]}` whose last 128
-tokens are judged; RECORDINGS: where both models' native runs on them are kept (`kvhub.study`). Only the
-weights differ, rows and sums are float32. Writes `benchmarks/results/apply_int8.json`.
+ARTIFACT: a ridge mapper as it is stored. `--windows` of each text are cut from its held-out side, a prefix
+and a tail of 128 tokens that is judged; both models run over them once, kept in DIR (what is there is not run
+again). Only the weights differ, rows and sums are float32. Writes `benchmarks/results/apply_int8.json`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import torch
 
 from benchmarks.machine import describe, write
 from kvhub.artifact.open import open_tensors
+from kvhub.evaluation.text import held_out_windows
 from kvhub.mapper.load import load_mapper
 from kvhub.mapper.quantize import quantized
 from kvhub.mapper.ridge import RidgeMapper
-from kvhub.model.identify import identify
 from kvhub.model.load import load_model
-from kvhub.study.bundle import Bundle
+from kvhub.study.bundle import Bundle, record_all
 from kvhub.study.measure import MapperCandidate, measure
 
 TAIL = 128
@@ -35,19 +36,27 @@ def main() -> None:
     parser.add_argument("artifact", type=Path)
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("texts", type=Path)
-    parser.add_argument("recordings", type=Path)
-    parser.add_argument("--windows", type=int, default=6, help="of each domain")
+    parser.add_argument("--text", type=Path, action="append", required=True)
+    parser.add_argument("--recordings", type=Path, required=True)
+    parser.add_argument("--windows", type=int, default=6, help="of each text")
+    parser.add_argument("--prefix", type=int, default=384, help="tokens of a window before the tail")
+    parser.add_argument("--name", default="apply_int8", help="of the file in benchmarks/results")
     options = parser.parse_args()
     stored = load_mapper(options.artifact)
     manifest, tensors = quantized(stored)
     forms = {stored.manifest.weights_dtype: open_tensors(options.artifact, stored.manifest), "int8": tensors}
     mappers = {stored.manifest.weights_dtype: stored, "int8": RidgeMapper(manifest, tensors)}
     dtype = stored.manifest.target.dtype
+    source = load_model(options.source, getattr(torch, dtype))
+    length = options.prefix + TAIL
+    count = options.windows * len(options.text)
+    domains = held_out_windows(options.text, source.tokenizer, count=count, length=length)
+    record_all(source, domains, options.recordings, tail=TAIL)
+    identity = source.identity
+    del source  # one model at a time
     target = load_model(options.target, getattr(torch, dtype))
-    texts = torch.load(options.texts, weights_only=True)
-    domains = {name: windows[: options.windows] for name, windows in texts.get("held", texts).items()}
-    bundle = Bundle(identify(options.source, dtype=dtype), target.identity, domains, options.recordings, TAIL)
+    record_all(target, domains, options.recordings, tail=TAIL)
+    bundle = Bundle(identity, target.identity, domains, options.recordings, TAIL)
     result: dict[str, Any] = {"machine": describe(), "digest": stored.manifest.digest, "k": manifest.k}
     result |= {"source": bundle.source.name, "target": target.identity.name, "forms": {}}
     result["windows"] = {name: len(windows) for name, windows in domains.items()}
@@ -68,7 +77,7 @@ def main() -> None:
     result["nll_int8_minus_stored"] = {
         "value": difference.value, "low": difference.low, "high": difference.high
     }  # fmt: skip
-    print(write("apply_int8", result).read_text())
+    print(write(options.name, result).read_text())
 
 
 if __name__ == "__main__":
