@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvhub.fit.progress import FITS, LOCK, is_key, is_progress
 from kvhub.settings import Settings
+from kvhub.store.locks import unheld
 
 DAYS = 30.0
 """Without a word to its progress a fit is given up after so many days."""
@@ -44,9 +44,9 @@ def unfinished(settings: Settings) -> Iterator[Unfinished]:
         with suppress(FileNotFoundError):  # it ends while it is looked at
             if aside or (is_key(path.name) and all(is_progress(item.name) for item in path.iterdir())):
                 size, newest = _measured(path)
-                with _lock(path) as free:
+                with unheld(path / LOCK) as free:
                     pass
-                yield Unfinished(path, size, max(0.0, time.time() - newest) / 86400, not free, aside)
+                yield Unfinished(path, size, max(0.0, time.time() - newest) / 86400, free is False, aside)
 
 
 def remove(fit: Unfinished) -> bool:
@@ -56,8 +56,8 @@ def remove(fit: Unfinished) -> bool:
     """
     path = fit.path
     if not fit.aside:
-        with _lock(path) as free:
-            if not free:
+        with unheld(path / LOCK) as free:
+            if free is False:
                 return False
             aside = path.with_name(f"{_ASIDE}{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
@@ -65,25 +65,6 @@ def remove(fit: Unfinished) -> bool:
         path = aside
     shutil.rmtree(path)
     return True
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[bool]:
-    """Whether no fit holds the directory; where so, none can begin to until the block ends."""
-    try:
-        descriptor = os.open(path / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)
 
 
 def _measured(path: Path) -> tuple[int, float]:

@@ -9,15 +9,15 @@ elsewhere   .writing-<process>-*, .<name>.json.* and, among fingerprints, tmp*
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from kvhub.settings import Settings
+from kvhub.store.locks import unheld
 
 PULL = ".pull-"
 _SMALL = re.compile(r"\.writing-(?P<process>\d+)-.*|\.[\w-]+\.json\.\w{8}")
@@ -62,23 +62,8 @@ def written(path: Path) -> bool:
     return True
 
 
-@contextmanager
-def of_dead_pull(path: Path) -> Iterator[bool | None]:
+def of_dead_pull(path: Path) -> AbstractContextManager[bool | None]:
     """Of what a pull has staged: True where its lock is free, kept so until the block ends; False where a
     living pull holds it; None where there is no lock, which says nothing.
     """
-    lock = path if path.suffix == ".lock" else path.with_suffix(".lock")
-    try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield None
-        return
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)
+    return unheld(path if path.suffix == ".lock" else path.with_suffix(".lock"))

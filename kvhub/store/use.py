@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvhub.files import is_full
 from kvhub.settings import Settings
+from kvhub.store.locks import sole
 
 _held: dict[str, int] = {}
 
@@ -47,15 +48,8 @@ def unused(digest: str, settings: Settings, *, look: bool = False) -> Iterator[b
             yield True
             return
         raise
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)
+    with sole(descriptor) as free:
+        yield free
 
 
 def _path(digest: str, settings: Settings) -> Path:
