@@ -101,12 +101,14 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype")
+    parser.add_argument("--allow-draft", action="store_true", help="a mapper that has not passed the gate")
     arguments = parser.parse_args()
 
     from transformers import AutoTokenizer
 
     ids = AutoTokenizer.from_pretrained(arguments.target)(arguments.text.read_text())["input_ids"]
     environment = {"OMP_NUM_THREADS": str(arguments.threads)}
+    draft = ["--allow-draft"] if arguments.allow_draft else []
     flags = ["--max-total-tokens", "16384"]
     flags += ["--dtype", arguments.dtype] if arguments.dtype else []
     result: dict[str, Any] = {
@@ -126,7 +128,7 @@ def main() -> None:
             serve(stack, model, exchange, ["--worth", "always", *more], flags=flags, environment=environment)
             for model, more in (
                 (arguments.source, []),
-                (arguments.target, ["--reuse-from", arguments.source]),
+                (arguments.target, ["--reuse-from", arguments.source, *draft]),
             )
         ]
         for server in servers:
