@@ -69,20 +69,27 @@ def budget(
     elsewhere: int = 0,
     itemsize: int = 4,
     windows: int = SAMPLE_WINDOWS,
+    captured: tuple[bool, bool] = (False, False),
     low_memory: bool = False,
     held: int = RUNTIME,
 ) -> Budget:
     """The peak of a fit of `windows` windows.
 
     models: of source and target. elsewhere: bytes of weights that lie in no main memory. itemsize: bytes of
-    a number in the models' caches. low_memory: one model at a time, and none while the moments are there.
+    a number in the models' caches. captured: of which model all captures are on disk, so that it is not run.
+    low_memory: one model at a time, and none while the moments are there.
     held: bytes that the process has now.
     """
     pairs = ((source, target), (target, source))[: 1 + both]
-    together = max if low_memory else sum
-    most = max(0, together(model.weights for model in models) - elsewhere)
-    bodies = max(0, together(model.weights - model.unread for model in models) - elsewhere)
-    beside = 0 if low_memory else bodies
+    run = zip(models, captured, strict=True)
+    bodies = [0 if done else model.weights - model.unread for model, done in run]
+    running = max(0, (max if low_memory else sum)(bodies) - elsewhere)
+    beside = 0 if low_memory else running
+    # With logits: the embedding of a target that is in memory, or all of it.
+    asked = [
+        max(0, beside + (model.unread if body and not low_memory else model.weights - elsewhere))
+        for model, body in zip(models, bodies, strict=True)
+    ]
     moments = moment_bytes(source, target, both=both)
     mappers = sum(_mapper(*pair, settings) for pair in pairs)
     capture = max(
@@ -90,24 +97,29 @@ def budget(
         for shape, model in zip((source, target), models, strict=True)
     )
     solve = mappers + max(_solve(*pair, settings) for pair in pairs)
+    most = running
     stages = {
-        "runs the models": bodies + capture,
+        "runs the models": running + capture,
         _ADD: beside + moments + capture + _blocks(source, target, settings),
         _SOLVE: beside + moments + solve,
-        "scores": bodies + mappers + 2 * capture,
+        "scores": beside + mappers + 2 * capture,
     }
     if settings.automatic or settings.recipe == "best":
         judged = max(
             _judging(*pair, model, settings.longest, itemsize)
             for pair, model in zip(pairs, models[::-1], strict=False)
         )
+        most = max(running, asked[1], asked[0] if both else 0)
         stages["chooses"] = most + moments + solve + judged
     if isinstance(settings.train, Distill):
+        most = max(most, asked[1], asked[0] if both else 0)
         stages["takes gradient steps"] = max(
-            bodies + models[number].unread + mappers + capture
+            asked[number]
+            + mappers
+            + capture
             + _distilling(*pair, settings, models[number], windows, itemsize)
             for pair, number in zip(pairs, (1, 0), strict=False)
-        )  # fmt: skip
+        )
     if isinstance(settings.train, MlpSettings):
         rows = windows * -(-settings.longest // settings.stride)
         stages["trains networks"] = max(

@@ -127,8 +127,8 @@ def fit(
         if not team.first:
             checkpoint.join()
         sides = _sides(paths, (one, other), dtype, settings, windows, options, directory, team)
-        plan, layers = _plan(paths, sides, windows, settings, both, options, checkpoint, team)
         every = [*windows.fit, *windows.tuning, *windows.held_out]
+        plan, layers = _plan(paths, sides, every, len(windows.fit), settings, both, options, checkpoint, team)
         demand_disk([side.store for side in sides if side.store], list(filter(sides[0].keeps, every)))
         if team.first:
             options.say(f"memory: {plan}" + (f"; {layers} target layers at a time" if layers else ""))
@@ -299,7 +299,8 @@ def _sides(
 def _plan(
     paths: tuple[Path, Path],
     sides: tuple[Side, Side],
-    windows: CalibrationSet,
+    every: Sequence[torch.Tensor],
+    fitted_on: int,
     settings: FitSettings,
     both: bool,
     options: Options,
@@ -308,7 +309,8 @@ def _plan(
 ) -> tuple[Budget, int | None]:
     """What it will take, and the target layers at a time where not all fit; refuses what cannot.
 
-    The checkpoint keeps the decision: another one would round otherwise.
+    every: all windows, of which the first `fitted_on` are fitted on. The checkpoint keeps the decision:
+    another one would round otherwise.
     """
     from kvhub.fit.footprint import footprint
 
@@ -322,7 +324,8 @@ def _plan(
         models=(models[0], models[1]),
         elsewhere=_elsewhere(options),
         itemsize=max(getattr(torch, one.dtype).itemsize for one in identities),
-        windows=len(windows.fit),
+        windows=fitted_on,
+        captured=(sides[0].captured(every), sides[1].captured(every)),
         low_memory=options.low_memory,
         held=held(),
     )

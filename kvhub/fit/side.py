@@ -64,6 +64,10 @@ class Side:
         """Whether every capture is kept on disk."""
         return self.store is not None and self._keeps is None
 
+    def captured(self, windows: Sequence[Tensor]) -> bool:
+        """Whether the captures of all `windows` are on disk now; none of them is read."""
+        return self.store is not None and self.complete and not self.store.bytes_missing(windows)
+
     def keeps(self, window: Tensor) -> bool:
         """Whether the capture of `window` is kept on disk."""
         return self.store is not None and (self._keeps is None or self._keeps(window))
