@@ -86,9 +86,15 @@ def _look(
         and tensor.dtype in _WIDER.get(kind, ())
         and not _finite(numbers.to(getattr(torch, kind)))
     ):
-        raise BadInput(
-            f"{path}: {name[:120]} holds numbers that {kind} cannot", "use --dtype bfloat16 or float32"
-        )
+        raise BadInput(f"{path}: {name[:120]} holds numbers that {kind} cannot", _hint(numbers, kind))
+
+
+def _hint(numbers: torch.Tensor, kind: str) -> str:
+    import torch
+
+    # Of this piece of this tensor: another one may hold what is too large for them too.
+    fit = [d for d in ("bfloat16", "float32") if d != kind and _finite(numbers.to(getattr(torch, d)))]
+    return f"use --dtype {' or '.join(fit)}" if fit else "its numbers are too large for every --dtype"
 
 
 def _finite(numbers: torch.Tensor) -> bool:

@@ -86,7 +86,24 @@ def test_numbers_that_only_the_dtype_asked_for_cannot_hold(tmp_path: Path) -> No
     demand_finite(path, torch.bfloat16)
     with pytest.raises(BadInput, match="holds numbers that float16 cannot") as caught:
         load_model(path, torch.float16)
-    assert "--dtype bfloat16" in caught.value.hint
+    assert caught.value.hint == "use --dtype bfloat16 or float32"
+
+
+def test_no_hint_names_a_dtype_that_cannot_hold_them_either(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path / "m", tie_word_embeddings=False)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    spoil(path, name, 3.4e38)  # bfloat16 ends at 3.39e38
+    for dtype in (torch.bfloat16, torch.float16):
+        with pytest.raises(BadInput, match=f"{name} holds numbers that") as caught:
+            demand_finite(path, dtype)
+        assert caught.value.hint == "use --dtype float32"
+    demand_finite(path, torch.float32)
+    tensors = load_file(path / "model.safetensors")
+    tensors[name] = tensors[name].double() * 10
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadInput, match="holds numbers that float32 cannot") as caught:
+        demand_finite(path, torch.float32)
+    assert caught.value.hint == "its numbers are too large for every --dtype"
 
 
 def test_each_file_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
