@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 from kvhub.errors import BadInput, Incompatible
+from kvhub.model.live import probe_positions
 from kvhub.model.rope import rope_spec, rope_spec_from_module, rotary_table, same_angles
 from kvhub_kernels.rotary import apply_rope, strip_rope
 
@@ -182,3 +183,46 @@ def test_same_angles_tolerates_the_last_bit_only():
     assert same_angles(spec, type(spec)(**moved))
     moved["inverse_frequencies"][3] *= 1 + 1e-4
     assert not same_angles(spec, type(spec)(**moved))
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attention_factor": 1.2},
+        {"pairing": "interleaved"},
+        {"max_position": 4096},  # of dynamic NTK: the limit
+        {"rope_type": "default"},  # no limit
+        {"rotary_dim": 64, "inverse_frequencies": [1.0] * 32},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_same_angles_compares_all_that_turns_a_key(change):
+    spec = rope_spec(config(rope=DYNAMIC))
+    other = spec.model_copy(update=change)
+    assert same_angles(spec, spec)
+    assert not same_angles(spec, other) and not same_angles(other, spec)
+
+
+@pytest.mark.parametrize(("rope", "limit"), [(DYNAMIC, 131071), (LONGROPE, 8192)])
+def test_the_limit_itself_is_refused(rope, limit):
+    spec = rope_spec(config(rope=rope))
+    assert spec.limit == limit
+    rotary_table(spec, torch.tensor([0, limit - 1]))
+    with pytest.raises(Incompatible, match=f"exact below position {limit}, not at {limit}") as caught:
+        rotary_table(spec, torch.tensor([0, limit]))
+    assert caught.value.code == "rope_length"
+
+
+def test_rotations_are_compared_near_far_and_around_every_named_length():
+    rope = rope_spec(config(rope=YARN | {"original_max_position_embeddings": 9000}))
+    around = {n + d for n in (9000, 131072) for d in (-1, 0, 1)} | {17999, 262143}
+    far = {0, 1, 7, 63, 1000, 4095, 8191, 32767}
+    assert probe_positions(rope) == sorted(around | far)
+    assert probe_positions(rope, end=9001) == [0, 1, 7, 63, 1000, 4095, 8191, 8999, 9000]
+    # Below the limit of what has one, and that as closely as it may be.
+    limited = probe_positions(rope_spec(config(rope=DYNAMIC | {"factor": 4.0}, max_position_embeddings=500)))
+    assert limited == [0, 1, 7, 63]
+    assert probe_positions(rope_spec(config(rope=LONGROPE)))[-1] == 8191

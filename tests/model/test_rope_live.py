@@ -183,5 +183,10 @@ def test_yarn_scale_is_part_of_the_identity(tmp_path):
     )
     assert one.rope.attention_factor == pytest.approx(1.13863, abs=1e-5)
     assert one.digest != other.digest
-    last_bit = one.rope.model_copy(update={"attention_factor": one.rope.attention_factor * (1 + 2e-16)})
-    assert one.model_copy(update={"rope": last_bit}).digest == one.digest
+
+    def scaled(by):  # the factor alone: a given one is among the parameters too
+        rope = one.rope.model_copy(update={"attention_factor": one.rope.attention_factor * by})
+        return one.model_copy(update={"rope": rope})
+
+    assert scaled(1 + 2e-16).digest == one.digest
+    assert len({one.digest, scaled(1.0001).digest, scaled(1 / one.rope.attention_factor).digest}) == 3
