@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.prose import documents, write_text
 from support.tiny import make_tokenizer
 
 from kvhub.errors import BadInput
-from kvhub.fit.calibration import calibration_set, load_corpora, row_positions
+from kvhub.fit.calibration import calibration_set, load_corpora, make_corpora, row_positions
+from kvhub.fit.overlap import RUN
 from kvhub.fit.text import token_digest, windows
 
 
@@ -45,6 +48,34 @@ def test_the_sides_share_no_document(tmp_path: Path) -> None:
     calibration = {d for c in corpora for d in c.calibration}
     assert not calibration.intersection(d for c in corpora for d in c.held_out)
     assert all(c.held_out for c in corpora)
+
+
+def test_what_is_chosen_and_scored_on_repeats_nothing_that_is_fitted_on() -> None:
+    tokenizer = make_tokenizer(320)
+    one, plain = documents(200, seed=1), documents(200, seed=2)
+    # From the templates of the first file, with an end of their own: they fall on sides of their own.
+    two = [f"{document} And so on to {number}." for number, document in enumerate(one)]
+    corpora = make_corpora([("one", one), ("two", two), ("plain", plain)])
+    cut = calibration_set(corpora, tokenizer, sequences=2000, length=256, tuning=True)
+
+    def runs(rows: torch.Tensor | list[torch.Tensor]) -> set[tuple[str, ...]]:
+        words = [tokenizer.decode(row.tolist()).split()[1:-1] for row in rows]
+        return {tuple(w[start : start + RUN]) for w in words for start in range(len(w) - RUN + 1)}
+
+    fitted, scored, chosen = runs(cut.fit), runs(cut.held_out), runs(cut.tuning)
+    assert len(fitted) > 5000 and min(len(scored), len(chosen)) > 100
+    assert not fitted & scored and not fitted & chosen
+
+
+def test_text_of_one_template_leaves_nothing_to_score_or_choose_on() -> None:
+    (template,) = documents(1, seed=3)
+    (only,) = make_corpora([("one", [f"{template} {number}" for number in range(300)])])
+    assert len(only.calibration) > 200 and only.held_out == []
+    held_out = make_corpora([("other", documents(100, seed=4))])[0].held_out
+    with pytest.raises(BadInput, match="the tuning side"):
+        calibration_set(
+            [replace(only, held_out=held_out)], make_tokenizer(320), sequences=8, length=64, tuning=True
+        )
 
 
 def test_the_same_text_gives_the_same_set_and_another_seed_another(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from support.shapes import correlated, pair_moments, related, shape
 
 from kvhub.errors import KvhubError
 from kvhub.fit.ridge import PAPER, Regularization, solve_layer
+from kvhub.fit.settings import FitSettings
+from kvhub.fit.solve import stored
 from kvhub.model.identity import Geometry
 
 UNEQUAL = (shape(5, 2, 6), shape(3, 4, 8))
@@ -93,6 +95,10 @@ def test_the_bias_makes_up_for_rounded_weights() -> None:
     mean = x.mean(0) @ rounded.double()
     torch.testing.assert_close(mean + affine.bias(rounded), y.mean(0), rtol=1e-9, atol=1e-9)
     assert (mean + affine.bias() - y.mean(0)).abs().max() > 0.1  # what it would be otherwise
+    written = stored(affine, 0, "k", target, FitSettings(k=2, store_dtype="bfloat16"))
+    assert torch.equal(written["layers.0.k.weight"], rounded)
+    mapped = mean + written["layers.0.k.bias"].flatten().double()
+    torch.testing.assert_close(mapped, y.mean(0), rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("support", ["full", "head-local"])

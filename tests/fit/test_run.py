@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,23 @@ def test_exact_prefix_leaves_the_first_positions_out(tmp_path: Path) -> None:
     gram += 1e-3 * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
     expected = torch.linalg.solve(gram, centred.T @ (y - y.mean(0)))
     torch.testing.assert_close(without.tensors["layers.0.v.weight"], expected.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_default_recipe_weighs_the_first_row_of_a_pair_with_a_sink(tmp_path: Path) -> None:
+    source, target = tiny_pair(tmp_path)
+    windows = text(tmp_path, source, sequences=8)
+    assert isinstance(windows.fit, Tensor)
+    begun = windows.fit.clone()
+    begun[:, 0] = 3  # one token begins every window, and no key is like its own
+    found = {}
+    for name, fit, asked in (("none", windows.fit, 0), ("sink", begun, 0), ("once", begun, 1)):
+        changes = {"k": 1, "sequences": 8, "recipe": "default", "first_weight": asked}
+        (found[name],) = fit_pair(source, target, replace(windows, fit=fit), settings(**changes))
+    said = [str(fitted.manifest.recipe).split(",")[0] for fitted in found.values()]
+    assert said == [f"default: first row x{weight}" for weight in (1, 64, 1)]
+    assert not torch.equal(
+        found["sink"].tensors["layers.1.k.weight"], found["once"].tensors["layers.1.k.weight"]
+    )
 
 
 def test_the_same_text_gives_the_same_digest(tmp_path: Path) -> None:

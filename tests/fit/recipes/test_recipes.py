@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from kvhub.fit.capture import Capture
 from kvhub.fit.moments import PairMoments
-from kvhub.fit.recipes.first import extra, has_sink, repeated
+from kvhub.fit.recipes.first import LOOK, WEIGHT, extra, has_sink, repeated, settled
 from kvhub.fit.recipes.groupwise import solve_groupwise
 from kvhub.fit.ridge import Regularization
 from kvhub.fit.settings import FitSettings
@@ -107,11 +109,40 @@ def test_first_rows_count_several_times(rows: Rows) -> None:
 
 @pytest.mark.parametrize("apart", [0.0, 2.0])
 def test_a_sink_is_told_from_chance(apart: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    captures = []
-    for _ in range(8):
+    side = Looked(apart)
+    assert has_sink(side.capture(number) for number in range(8)) == (apart > 0)
+
+
+class Looked:
+    """A side whose first rows are `apart`, and what was asked of it."""
+
+    def __init__(self, apart: float) -> None:
+        self.apart, self.windows = apart, list[Any]()
+
+    def capture(self, window: Any) -> Capture:
+        self.windows.append(window)
+        generator = torch.Generator().manual_seed(len(self.windows))
         keys = [torch.randn(64, 2, 8, generator=generator) for _ in range(3)]
         for key in keys:
-            key[0] += apart
-        captures.append(Capture(keys, keys, keys))
-    assert has_sink(captures) == (apart > 0)
+            key[0] += self.apart
+        return Capture(keys, keys, keys)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "weight"),
+    [(0.0, 0.0, 1), (2.0, 0.0, WEIGHT), (0.0, 2.0, WEIGHT), (2.0, 2.0, WEIGHT)],
+)
+def test_the_first_row_counts_more_where_a_model_of_the_pair_has_a_sink(
+    source: float, target: float, weight: int
+) -> None:
+    sides: list[Any] = [Looked(source), Looked(target)]
+    windows: list[Any] = list(range(LOOK + 3))
+    asked = settings(first_weight=0, stretch=0.5)
+    assert settled(asked, sides, windows) == settings(first_weight=weight, stretch=0.5)
+    assert all(side.windows in ([], windows[:LOOK]) for side in sides)
+
+
+def test_a_weight_that_was_given_is_kept_without_a_look() -> None:
+    sides: list[Any] = [Looked(2.0), Looked(2.0)]
+    assert settled(settings(first_weight=3), sides, [torch.zeros(4)]) == settings(first_weight=3)
+    assert not sides[0].windows and not sides[1].windows
