@@ -27,7 +27,6 @@ SHIPPED = {
     "ridge, k = 2": "--recipe ridge --k 2 --sequences 40 --length 256",
     "k auto": "--recipe ridge --k auto --sequences 12 --length 512 --stride 2",
     "one model at a time": "--recipe ridge --k 6 --both --low-memory --sequences 40",
-    "networks": "--family mlp --sequences 40 --length 256",
 }
 GIVEN = {
     "ridge": "--recipe ridge --k 8 --sequences 16 --length 512 --stride 2",
