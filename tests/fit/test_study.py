@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from math import log10
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from support.fitting import Pair
 from support.prose import write_text
+from support.shapes import shape
 from support.tiny import make_tiny
 
 from kvhub.artifact.manifest import CurvePoint, Manifest
@@ -15,11 +20,12 @@ from kvhub.artifact.read import verify_artifact
 from kvhub.artifact.write import write_artifact
 from kvhub.cli import run
 from kvhub.errors import BadInput
+from kvhub.fit import study
 from kvhub.fit.calibration import CalibrationSet, calibration_set, load_corpora
 from kvhub.fit.ridge import PAPER
 from kvhub.fit.run import fit_pair
 from kvhub.fit.settings import GRID_LAMBDA, FitSettings, parse_k
-from kvhub.fit.study import smallest
+from kvhub.fit.study import choose, smallest
 from kvhub.mapper import Mapper
 from kvhub.model.load import LoadedModel, load_model
 
@@ -123,6 +129,42 @@ def point(k: int, kl: float, cosine: float = 0.9) -> CurvePoint:
 )
 def test_the_smallest_k_that_is_as_good_as_the_best(curve: list[CurvePoint], k: int) -> None:
     assert smallest(curve).k == k
+
+
+@pytest.mark.parametrize("strength", GRID_LAMBDA)
+@pytest.mark.parametrize("k", [1, 4, 7])
+def test_the_best_of_each_curve_is_chosen_wherever_it_lies(
+    monkeypatch: pytest.MonkeyPatch, k: int, strength: float
+) -> None:
+    """On curves that are made up: of tiny models the best one is at the same end each time."""
+    tried: list[tuple[int, float]] = []
+
+    def solve(*given: Any) -> tuple[int, float]:
+        return len(given[3][0]), given[4].value
+
+    def measure(solved: tuple[int, float], *rest: object) -> CurvePoint:
+        tried.append(solved)
+        kl = 1 + abs(solved[0] - k) + abs(log10(solved[1] / strength))
+        return point(solved[0], kl).model_copy(update={"regularization": solved[1]})
+
+    monkeypatch.setattr(study, "solve_pair", solve)
+    monkeypatch.setattr(study, "_measure", measure)
+    monkeypatch.setattr(study, "_window", lambda *given: None)
+    side: Any = SimpleNamespace(identity=SimpleNamespace(geometry=shape(7, 2, 4)), live=nullcontext)
+    moments: Any = SimpleNamespace(key=SimpleNamespace(n=1000))
+    windows, scores = torch.zeros((3, LENGTH), dtype=torch.int64), torch.rand(7, 7)
+
+    def chosen(**changes: object) -> tuple[int, float]:
+        tried.clear()
+        found = choose(moments, scores, side, side, windows, settings(**changes), None, lambda *step: None)
+        assert [(p.k, p.regularization) for p in found.curve] == tried
+        return found.k, found.regularization
+
+    assert chosen(k="auto", regularization="auto") == (k, strength)
+    assert tried[:5] == [(n, 1e-3) for n in (1, 2, 4, 6, 7)]
+    assert sorted(tried[5:]) == [(k, value) for value in GRID_LAMBDA if value != 1e-3]
+    assert chosen(k="auto", regularization=PAPER) == (k, 0.01) and len(tried) == 5
+    assert chosen(k=2, regularization="auto") == (2, strength) and len(tried) == 6
 
 
 def test_the_command_says_and_draws_what_it_chose(
