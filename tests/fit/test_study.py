@@ -138,13 +138,14 @@ def test_the_best_of_each_curve_is_chosen_wherever_it_lies(
 ) -> None:
     """On curves that are made up: of tiny models the best one is at the same end each time."""
     tried: list[tuple[int, float]] = []
+    slope = 1.0
 
     def solve(*given: Any) -> tuple[int, float]:
         return len(given[3][0]), given[4].value
 
     def measure(solved: tuple[int, float], *rest: object) -> CurvePoint:
         tried.append(solved)
-        kl = 1 + abs(solved[0] - k) + abs(log10(solved[1] / strength))
+        kl = 1 + slope * abs(solved[0] - k) + abs(log10(solved[1] / strength))
         return point(solved[0], kl).model_copy(update={"regularization": solved[1]})
 
     monkeypatch.setattr(study, "solve_pair", solve)
@@ -165,6 +166,9 @@ def test_the_best_of_each_curve_is_chosen_wherever_it_lies(
     assert sorted(tried[5:]) == [(k, value) for value in GRID_LAMBDA if value != 1e-3]
     assert chosen(k="auto", regularization=PAPER) == (k, 0.01) and len(tried) == 5
     assert chosen(k=2, regularization="auto") == (2, strength) and len(tried) == 6
+    slope = 0.001  # all k are near the best: the smallest stays chosen, whatever another had with 1e-3
+    assert chosen(k="auto", regularization=PAPER) == (1, 0.01)
+    assert chosen(k="auto", regularization="auto") == (1, strength)
 
 
 def test_the_command_says_and_draws_what_it_chose(
