@@ -72,10 +72,12 @@ def make_problem(case: Case) -> Problem:
     plan = Plan(case.support, chosen, heads, dim, target_heads, target_dim)  # type: ignore[arg-type]
     shape = (plan.groups, plan.depth, plan.columns)
     stored = torch.float32 if case.weights in ("float32", "int8") else torch.bfloat16
+    # Columns of unequal size where each has a scale of its own: another column's would be wrong.
+    size = torch.linspace(0.25, 2, plan.columns) if case.weights == "int8" else torch.ones(())
     weights = Weights.of(
         plan,
         lambda layer, side: (
-            ((torch.rand(shape, generator=generator) - 0.5) * (12 / plan.depth) ** 0.5)
+            ((torch.rand(shape, generator=generator) - 0.5) * (12 / plan.depth) ** 0.5 * size)
             .to(stored)
             .view(shape if plan.groups > 1 else shape[1:]),
             5 * normal(target_heads, target_dim),
