@@ -39,6 +39,7 @@ class Task:
     size: int | None = None
     """Bytes of the file that is fetched; None where nothing is known of it."""
     one_page: bool = False
+    """A listing: its first page, and no attempts of the client's own below those of `ask`."""
     more: bool = False
     """Whether a listing of one page had a next one."""
 
@@ -96,6 +97,8 @@ def bounded(session: Any) -> Any:
         token = _streamed.set(stream)
         try:
             return send(request, stream=stream, **rest)
+        except Exception as error:
+            raise _once(error) from error
         finally:
             _streamed.reset(token)
 
@@ -105,6 +108,17 @@ def bounded(session: Any) -> Any:
     hooks = session.event_hooks
     session.event_hooks = {**hooks, "response": [*hooks.get("response", []), _received]}
     return session
+
+
+def _once(error: Exception) -> Exception:
+    """A lost connection in a listing as what the client does not try again; else `error` itself."""
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
+    doing = _task.get()
+    lost = isinstance(error, HTTPError) and getattr(error, "response", None) is None
+    if doing is not None and doing.one_page and lost:
+        return ConnectionError(str(error))
+    return error
 
 
 def _received(response: Any) -> None:
@@ -117,6 +131,10 @@ def _received(response: Any) -> None:
     if response.headers.get("Content-Encoding", "").strip().lower() not in _CODINGS:
         raise Corrupt(f"an answer of the Hub for {what} is packed as nobody asked", "check HF_ENDPOINT")
     _waits(response)
+    if doing is not None and doing.one_page and (response.status_code == 429 or response.status_code >= 500):
+        from huggingface_hub.errors import HfHubHTTPError
+
+        raise HfHubHTTPError(f"status {response.status_code}", response=response)
     if doing is not None and doing.one_page and "link" in response.headers:
         doing.more = "next" in response.headers["link"]
         del response.headers["link"]

@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from huggingface_hub import get_session
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 from loopback_hub import LoopbackHub
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -21,7 +23,7 @@ from support.fuzzing import impatient
 from kvhub.artifact.manifest import Manifest
 from kvhub.errors import Corrupt, KvhubError, Unreachable
 from kvhub.hub import bounds, store
-from kvhub.hub.client import LONGEST_WAIT, _seconds, api, ask
+from kvhub.hub.client import ATTEMPTS, LONGEST_WAIT, _seconds, api, ask
 from kvhub.hub.parallel import Stopped, for_each
 from kvhub.hub.pull import fetch
 from kvhub.hub.search import search
@@ -159,6 +161,36 @@ def test_an_odd_retry_after(hub: LoopbackHub, status: int, listing: bool) -> Non
             call = (lambda: list(api().list_models(limit=1))) if listing else lambda: api().model_info("o/m")
             ask("o/m", call, sleep=waits.append)
         assert all(0 <= wait <= LONGEST_WAIT for wait in [*waits, *slept]), value
+
+
+@pytest.mark.parametrize("headers", [{}, {"Retry-After": "60"}], ids=["silent", "a minute"])
+def test_a_search_is_tried_as_often_as_all_else(hub: LoopbackHub, headers: dict[str, str]) -> None:
+    """The client alone would make six of each of our attempts."""
+    asked: list[Request] = []
+
+    def refused(request: Request) -> Response:
+        asked.append(request)
+        return PlainTextResponse("no", 429, headers)
+
+    hub.faults[:] = [refused]
+    with impatient() as slept, pytest.raises(Unreachable, match="the Hub answers 429 for a search"):
+        search()
+    assert len(asked) == ATTEMPTS and all(wait <= LONGEST_WAIT for wait in slept)
+
+
+def test_a_listing_that_reaches_nobody_is_not_tried_again_by_the_client() -> None:
+    class Session:
+        headers: ClassVar[dict[str, str]] = {}
+        event_hooks: ClassVar[dict[str, list[Any]]] = {}
+
+        def send(self, request: str, *, stream: bool = False) -> None:
+            raise HTTPError("refused")
+
+    session = bounds.bounded(Session())
+    with bounds.task("a search", one_page=True), pytest.raises(ConnectionError, match="refused"):
+        session.send("request")
+    with bounds.task("o/m"), pytest.raises(HTTPError):
+        session.send("request")
 
 
 def test_retry_after_of_any_bytes_is_read_or_left() -> None:
