@@ -131,8 +131,8 @@ def test_same_size_and_times_but_another_file_is_seen(tmp_path):
 
 def test_a_home_that_cannot_be_written_is_no_error(tmp_path, kvhub_home):
     path = make_tiny(tmp_path / "a")
-    kvhub_home.parent.mkdir(exist_ok=True)
-    kvhub_home.write_text("a file where the directory should be")
+    kvhub_home.mkdir(parents=True, exist_ok=True)
+    (kvhub_home / "cache").write_text("a file where the directory should be")
     assert weights_revision(path).startswith("fingerprint:")
 
 
