@@ -265,7 +265,7 @@ def remove_locked(
     The files are put aside in the transaction that forgets the row: a crash on the way leaves leftovers for
     `kvhub gc`, never files that could pass for a mapper that somebody still wants. On a full disk, where
     forgetting has no room, they are deleted in it: a crash then leaves a row without files, and the same
-    command again forgets it.
+    command again forgets it. Files that would not make room enough stay, and so does the row (`Full`).
     """
     from kvhub.hub import store
     from kvhub.store import blobs
@@ -274,7 +274,8 @@ def remove_locked(
     aside = store.aside(directory)
     shutil.rmtree(aside, ignore_errors=True)
     database = settings.database_file
-    tight = database is not None and not has_room(database.parent)
+    little = blobs.frees(directory) < blobs.ENOUGH
+    tight = database is not None and not little and not has_room(database.parent)
     kept, moved = "", False
 
     def goes(now: MapperRow) -> bool:
@@ -303,7 +304,7 @@ def remove_locked(
         try:
             settle()
         except Full:  # a quota, or other writers
-            if tight or not moved:
+            if tight or little or not moved:
                 raise
             tight, moved = True, False
             settle()

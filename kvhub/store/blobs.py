@@ -21,6 +21,9 @@ from kvhub.settings import Settings
 if TYPE_CHECKING:
     from kvhub.artifact.manifest import FileEntry
 
+ENOUGH = 1 << 16
+"""Bytes with which SQLite can forget a mapper on a disk that was full."""
+
 
 def share(directory: Path, files: Iterable[FileEntry], settings: Settings) -> int:
     """Make the weight files of a stored mapper one with equal ones; returns the bytes that this saved.
@@ -122,3 +125,13 @@ def _replace(path: Path, by: Path) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def frees(directory: Path) -> int:
+    """Bytes of the disk that are free once `directory` and the blobs that it alone has are gone, at least."""
+    found = 0
+    with suppress(OSError):
+        for path in directory.iterdir():
+            state = path.lstat()
+            found += 512 * state.st_blocks if state.st_nlink <= 2 else 0
+    return found

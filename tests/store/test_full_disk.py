@@ -17,6 +17,7 @@ from support.small_disk import filled, small_disk
 from support.stored import stored
 
 from kvhub.artifact.manifest import Manifest
+from kvhub.artifact.read import verify_artifact
 from kvhub.catalog import find, open_registry
 from kvhub.errors import NotFound
 from kvhub.settings import Settings, sqlite_url
@@ -51,6 +52,27 @@ def test_gc_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with open_registry(settings) as registry:
             assert [row.digest for row in registry.list()] == [ready.digest] and not registry.health()
         assert collect(settings, grace=0).garbage == []
+
+
+@pytest.mark.parametrize("command", ["rm", "gc"])
+def test_files_that_make_too_little_room_stay_with_their_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        monkeypatch.setenv("KVHUB_HOME", str(disk / "home"))
+        settings = Settings(disk / "home", sqlite_url(disk / "home" / "registry.db"), False)
+        small = stored(settings, 1)
+        if command == "gc":
+            retire(small.digest, why="old", settings=settings)
+        with filled(disk):
+            given = [small.digest, "--yes"] if command == "rm" else ["--grace", "0"]
+            call = [sys.executable, "-m", "kvhub", command, *given]
+            done = subprocess.run(call, capture_output=True, text=True, check=False)
+            assert done.returncode == 1 and "is full" in done.stderr and "Traceback" not in done.stderr
+            assert verify_artifact(settings.mappers / small.digest, deep=True).digest == small.digest
+        assert subprocess.run(call, capture_output=True, check=False).returncode == 0
+        with open_registry(settings) as registry:
+            assert registry.list() == []
 
 
 def test_rm_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
