@@ -10,12 +10,10 @@ resident set that the kernel saw, memory mapped from files included; the bound i
 from __future__ import annotations
 
 import argparse
-import os
-import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
+
+from support.peak import peak_of_fit
 
 from benchmarks import machine
 from benchmarks.servers import ROOT, TEXT
@@ -34,39 +32,17 @@ GIVEN = {
     "one model at a time": "--recipe ridge --k 8 --both --low-memory --sequences 16 --length 512 --stride 2",
     "default": "--distill 3 --k 8 --sequences 16 --length 512 --stride 2",
 }
-RUN = """
-import pathlib, re, sys
-from kvhub.cli import main
-try:
-    main()
-finally:
-    # not getrusage: its maximum begins with what the process that started this one held
-    status = pathlib.Path("/proc/self/status").read_text()
-    print("peak", int(re.search(r"VmHWM:\\s+([0-9]+) kB", status)[1]) * 1024, file=sys.stderr)
-"""
 
 
 def measure(arguments: list[str]) -> dict[str, float | str]:
     """Bound and peak of one fit, gigabytes of 1e9 bytes."""
     with tempfile.TemporaryDirectory() as home:
-        done = subprocess.run(
-            [sys.executable, "-c", RUN, "fit", *arguments],
-            env={**os.environ, "KVHUB_HOME": home, "OMP_NUM_THREADS": "1"},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    said = re.search(r"memory: ([0-9.]+) GB at the peak, while it ([a-z ]+) \(", done.stderr)
-    peak = re.search(r"^peak ([0-9]+)$", done.stderr, re.M)
-    if done.returncode or said is None or peak is None:
-        sys.exit(done.stderr)
-    bound, used = float(said[1]), int(peak[1]) / 1e9
+        peak = peak_of_fit(arguments, Path(home), cwd=ROOT)
     return {
-        "bound_gb": bound,
-        "largest_stage": said[2],
-        "peak_gb": round(used, 3),
-        "peak_over_bound": round(used / bound, 3),
+        "bound_gb": peak.bound,
+        "largest_stage": peak.stage,
+        "peak_gb": round(peak.used, 3),
+        "peak_over_bound": round(peak.used / peak.bound, 3),
     }
 
 

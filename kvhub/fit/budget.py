@@ -97,6 +97,7 @@ def budget(
         for shape, model in zip((source, target), models, strict=True)
     )
     solve = mappers + max(_solve(*pair, settings) for pair in pairs)
+    logits = max(running, asked[1], asked[0] if both else 0)
     most = running
     stages = {
         "runs the models": running + capture,
@@ -109,10 +110,10 @@ def budget(
             _judging(*pair, model, settings.longest, itemsize)
             for pair, model in zip(pairs, models[::-1], strict=False)
         )
-        most = max(running, asked[1], asked[0] if both else 0)
-        stages["chooses"] = most + moments + solve + judged
+        most = logits
+        stages["chooses"] = logits + moments + solve + judged
     if isinstance(settings.train, Distill):
-        most = max(most, asked[1], asked[0] if both else 0)
+        most = logits
         stages["takes gradient steps"] = max(
             asked[number]
             + mappers
@@ -154,9 +155,8 @@ def _blocks(source: Geometry, target: Geometry, settings: FitSettings) -> int:
 
 def _solve(source: Geometry, target: Geometry, settings: FitSettings) -> int:
     """Two blocks for a centred Gram, the factors of K and of V; the weights in float64."""
-    width, blocks = settings.features(source), 1
-    if settings.support == "head-local":
-        width, blocks = width, target.num_kv_heads
+    width = settings.features(source)
+    blocks = target.num_kv_heads if settings.support == "head-local" else 1
     return 8 * (4 * blocks * width * width + 4 * width * target.features)
 
 

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.peak import peak_of_fit
 
 from kvhub.errors import BadInput
 from kvhub.fit.budget import budget, memory_needed, moment_bytes
@@ -91,18 +89,6 @@ def test_too_little_memory_is_refused() -> None:
     assert 10_000_000 < held() < 100_000_000_000
 
 
-PEAK = """
-import pathlib, re, sys
-from kvhub.cli import main
-try:
-    main()
-finally:
-    # not getrusage: its maximum begins with what the process that started this one held
-    status = pathlib.Path("/proc/self/status").read_text()
-    print("peak", int(re.search(r"VmHWM:\\s+([0-9]+) kB", status)[1]) * 1024, file=sys.stderr)
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="another allocator")
 @pytest.mark.parametrize(
     "options",
@@ -111,15 +97,7 @@ finally:
 )
 def test_a_fit_peaks_where_it_said_it_would(tmp_path: Path, options: tuple[str, ...]) -> None:
     text = ROOT / "demo/text/wikipedia.txt"
-    given = ["fit", *(str(ROOT / "models" / name) for name in ("small", "large")), "--text", str(text)]
+    given = [*(str(ROOT / "models" / name) for name in ("small", "large")), "--text", str(text)]
     given += ["--sequences", "12", "--length", "512", "--stride", "2", "--dtype", "float32", *options]
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, *given],
-        env={**os.environ, "KVHUB_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    said, peak = (re.search(f"{what} ([0-9.]+)", done.stderr) for what in ("memory:", "peak"))
-    assert said and peak, done.stderr
-    assert 0.9 < float(peak[1]) / (float(said[1]) * 1e9) <= 1.0
+    peak = peak_of_fit(given, tmp_path)
+    assert 0.9 < peak.used / peak.bound <= 1.0
