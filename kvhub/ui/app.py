@@ -19,6 +19,7 @@ from kvhub.errors import KvhubError, NotFound
 from kvhub.hub.search import local
 from kvhub.settings import Settings
 from kvhub.store.coverage import coverage
+from kvhub.store.lost import lost
 from kvhub.ui import views
 from kvhub.ui.page import STYLE, page
 from kvhub_registry import MapperRow
@@ -41,14 +42,19 @@ def application(settings: Settings, *, hosts: tuple[str, ...] = LOCAL) -> Starle
     """
 
     def rows() -> list[MapperRow]:
-        with explained(), open_registry(settings, read_only=True) as registry:
-            return registry.list()
+        try:
+            with explained(), open_registry(settings, read_only=True) as registry:
+                return registry.list()
+        except NotFound as error:  # there is no registry at all
+            error.hint = lost(settings, ()) or error.hint
+            raise
 
     def index(request: Request) -> Response:
         query = request.query_params.get("q", "")[:200]
         every = rows()
         table = coverage(every, family=request.query_params.get("family"))
-        return HTMLResponse(views.index(table, local(every, query), query))
+        missed = lost(settings, (row.digest for row in every))
+        return HTMLResponse(views.index(table, local(every, query), query, missed))
 
     def mapper(request: Request) -> Response:
         with explained(), open_registry(settings, read_only=True) as registry:

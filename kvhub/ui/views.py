@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kvhub.evaluation.evidence import Evidence
 
 
-def index(coverage: Coverage, rows: Sequence[MapperRow], query: str) -> str:
-    """The matrix, the search field and what it found."""
+def index(coverage: Coverage, rows: Sequence[MapperRow], query: str, missed: str = "") -> str:
+    """The matrix, the search field and what it found. missed: one line of mappers that are not registered."""
     form = (
         '<form method="get" action="/"><label for="q">Find </label>'
         f'<input id="q" name="q" value="{escape(query)}" placeholder="model, alias, repository or digest"> '
@@ -46,7 +46,8 @@ def index(coverage: Coverage, rows: Sequence[MapperRow], query: str) -> str:
     ]
     heads = ("digest", "source", "target", "state", "top-1", "cosine", "gap recovered", "size", "names")
     listing = table(heads, found, numbers=(4, 5, 6, 7)) if found else '<p class="note">no mapper matches</p>'
-    return page("Mappers", matrix(coverage), "<h2>All mappers</h2>", form, listing)
+    note = [f'<p class="failing">{escape(missed)}</p>'] if missed else []
+    return page("Mappers", *note, matrix(coverage), "<h2>All mappers</h2>", form, listing)
 
 
 def matrix(coverage: Coverage) -> str:

@@ -122,6 +122,22 @@ def test_it_only_reads_and_only_for_its_own_name(url: str, mappers: list[Manifes
     assert get(url, Host="evil.example.org")[0] == 400
 
 
+def test_mappers_that_the_registry_lost_are_said(tmp_path: Path) -> None:
+    from starlette.testclient import TestClient
+
+    from kvhub.ui.app import application
+
+    home = Settings(tmp_path, f"sqlite:///{tmp_path}/registry.db", False)
+    stored(home, 1, source="Qwen/Qwen3-8B", target="Qwen/Qwen3-32B")
+    stored(home, 2, source="Qwen/Qwen3-32B", target="Qwen/Qwen3-8B")
+    client = TestClient(application(home), base_url="http://localhost")
+    assert "not registered" not in client.get("/").text
+    (tmp_path / "registry.db").rename(tmp_path / "kept.db")
+    assert "are not registered: kvhub register puts them back" in client.get("/").text
+    stored(home, 3, source="Qwen/Qwen3-8B", target="Qwen/Qwen3-14B")  # a new registry, of one
+    assert "2 mappers in" in client.get("/").text
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt install chromium)")
 def test_a_real_browser(url: str, mappers: list[Manifest], tmp_path: Path) -> None:
     """Style and pictures pass the content policy, nothing runs, and the search form works."""
