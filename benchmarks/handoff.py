@@ -25,6 +25,7 @@ import contextlib
 import json
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def measure(source: Server, target: Server, texts: list[list[int]]) -> list[dict
     for number in range(len(texts) // 2):
         known, other = texts[2 * number : 2 * number + 2]
         source_ms = ask(source, known, reuse=False)[0]
+        time.sleep(1)  # its blocks are written: what is not yet there when the target asks is not mapped
         order = (True, False) if number % 2 else (False, True)
         found = {reuse: ask(target, known if reuse else other, reuse=reuse) for reuse in order}
         report = found[True][1]

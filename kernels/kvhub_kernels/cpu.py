@@ -63,8 +63,10 @@ class CpuApplier:
         have a row for each token. Layer t is written to `target.keys[t]` and `target.values[t]`.
         Returns whether every mapped value is finite, a 0-dimensional bool.
         """
-        check_call(self.plan, source, target, strip, rotate, layers)
-        wanted = range(self.plan.layers) if layers is None else layers
+        wanted = tuple(range(self.plan.layers) if layers is None else layers)
+        check_call(self.plan, source, target, strip, rotate, wanted)
+        if not wanted:
+            return torch.ones((), dtype=torch.bool)
         used = sorted({layer for t in wanted for layer in self.plan.source_layers[t]})
         read, written = source.token_slots(), target.token_slots()
         turn = turns(rotate)
@@ -120,7 +122,8 @@ class CpuApplier:
         if slots is None:
             return layer[span]
         out = self.workspace.take("gathered", (span.stop - span.start, *layer.shape[1:]), layer.dtype)
-        torch.index_select(_words(layer), 0, slots[span], out=_words(out))
+        pool, rows = _words(layer, out)
+        torch.index_select(pool, 0, slots[span], out=rows)
         return out
 
     def _precise(self, rows: Tensor) -> Tensor:
@@ -145,14 +148,21 @@ class CpuApplier:
             stored = rows
             if layer.dtype != rows.dtype or not rows.is_contiguous():
                 stored = self.workspace.take("stored", rows.shape, layer.dtype).copy_(rows)
-            _words(layer).index_copy_(0, slots[span], _words(stored))
+            pool, new = _words(layer, stored)
+            pool.index_copy_(0, slots[span], new)
         # What was too large for the pool shows only once stored: float16 is narrow, bfloat16 rounds what is
         # near its end up to infinity. A sum is rounded to float16 too, so that one is made in float32.
         return stored.sum(dtype=torch.float32 if layer.dtype == torch.float16 else None)
 
 
-def _words(rows: Tensor) -> Tensor:
-    """The same bytes as words of 16: rows are copied three times as fast as element by element."""
+def _words(*both: Tensor) -> Sequence[Tensor]:
+    """The same bytes as words of 16, where both can be: rows are copied three times as fast as element by
+    element.
+    """
+    return [rows.view(torch.complex128) for rows in both] if all(map(_whole, both)) else both
+
+
+def _whole(rows: Tensor) -> bool:
     word = 16 // rows.element_size()
-    whole = rows.shape[-1] % word == 0 and rows.stride(0) % word == 0 and rows.data_ptr() % 16 == 0
-    return rows.view(torch.complex128) if whole and rows.storage_offset() % word == 0 else rows
+    aligned = rows.data_ptr() % 16 == 0 and rows.storage_offset() % word == 0
+    return aligned and rows.shape[-1] % word == 0 and rows.stride(0) % word == 0

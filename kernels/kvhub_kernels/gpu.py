@@ -89,11 +89,11 @@ class TritonApplier:
         """See `CpuApplier.apply`; the result is a 0-dimensional int32 on the device (1: all finite),
         valid until the next call. Keys and values of a cache must have one stride (`Rows.slot_stride`).
         """
-        check_call(self.plan, source, target, strip, rotate, layers)
+        wanted = tuple(range(self.plan.layers) if layers is None else layers)
+        check_call(self.plan, source, target, strip, rotate, wanted)
         if rotate.pairing != self._pairing or rotate.rotary_dim != 2 * self._half:
             raise ValueError("the weights were packed for another rotation")
         self._note_stream()
-        wanted = tuple(range(self.plan.layers) if layers is None else layers)
         if capturing(self.device):
             self._keep_for_graph(source, target, wanted)
         if wanted not in self._layers:

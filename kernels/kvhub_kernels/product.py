@@ -70,7 +70,11 @@ class Product:
             return Affine(whole, affine.bias, affine.scale)
         if affine.scale is None:
             return Affine(torch.cat((weight.to(self.dtype), _as_rows(affine.bias)), dim=1), affine.bias[:0])
-        return Affine(weight, _as_rows(affine.bias / affine.scale), affine.scale)
+        scale, nothing = affine.scale, affine.scale == 0
+        if bool(nothing.any()):  # such a column is its bias alone, which is divided by its scale here
+            scale = scale.masked_fill(nothing, 1.0)
+            weight = weight.masked_fill(nothing[:, None, :], 0)
+        return Affine(weight, _as_rows(affine.bias / scale), scale)
 
     def _matrix(self, affine: Affine, space: Workspace) -> Tensor:
         """The matrix to multiply by, in the compute dtype; whole numbers are exact in bfloat16."""

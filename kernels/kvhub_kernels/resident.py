@@ -1,4 +1,4 @@
-"""Mappers that are kept ready, within a budget of bytes; the least recently used one goes first."""
+"""Mappers kept ready, in any form, within a budget of bytes; the least recently used one goes first."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import NamedTuple
-
-from kvhub_kernels.apply import Applier
+from typing import Any, NamedTuple
 
 
 class _Held(NamedTuple):
-    applier: Applier
+    ready: Any
     size: int
-    build: Callable[[], Applier]
+    build: Callable[[], Any]
 
 
 class _Building(NamedTuple):
-    done: Future[Applier]
+    done: Future[Any]
     size: int
 
 
@@ -35,7 +33,7 @@ class Resident:
         self.budget = budget
         self._held: OrderedDict[Hashable, _Held] = OrderedDict()
         self._building: dict[Hashable, _Building] = {}
-        self._alive: weakref.WeakValueDictionary[Hashable, Applier] = weakref.WeakValueDictionary()
+        self._alive: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         self._changed = threading.Condition()
 
     @property
@@ -46,14 +44,15 @@ class Resident:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._held
 
-    def find(self, key: Hashable) -> Applier | None:
-        """The applier `key` if it is held. While the caller keeps it, `get` of it builds nothing."""
+    def find(self, key: Hashable) -> Any | None:
+        """What is ready as `key`, if it is held. While the caller keeps it, `get` of it builds nothing."""
         with self._changed:
             held = self._held.get(key)
-            return None if held is None else held.applier
+            return None if held is None else held.ready
 
-    def get(self, key: Hashable, size: int, build: Callable[[], Applier]) -> Applier:
-        """The applier `key`, built on this thread if it is not held; room for `size` bytes is made before.
+    def get(self, key: Hashable, size: int, build: Callable[[], Any]) -> Any:
+        """What is ready as `key`, built on this thread if it is not held; room for `size` bytes is made
+        before.
 
         Where that leaves no room beside what is being built meanwhile, it waits for those. Errors:
         `ValueError` if it alone is over the budget, and nothing is evicted; whatever `build` raises, to all
@@ -64,7 +63,7 @@ class Resident:
                 held = self._held.get(key)
                 if held is not None:
                     self._held.move_to_end(key)
-                    return held.applier
+                    return held.ready
                 other = self._building.get(key)
                 if other is not None:
                     break
@@ -84,7 +83,7 @@ class Resident:
         if other is not None:
             return other.done.result()
         try:
-            applier = build()
+            ready = build()
         except BaseException as error:
             self._settle(key, None)
             mine.done.set_exception(error)
@@ -92,16 +91,16 @@ class Resident:
                 with contextlib.suppress(Exception):  # the caller is told of the first error
                     self.get(old, old_size, old_build)
             raise
-        self._settle(key, _Held(applier, size, build))
-        mine.done.set_result(applier)
-        return applier
+        self._settle(key, _Held(ready, size, build))
+        mine.done.set_result(ready)
+        return ready
 
     def drop(self, key: Hashable) -> None:
         """Let go of one, if it is held."""
         with self._changed:
             self._held.pop(key, None)
 
-    def _evict(self, wanted: int) -> dict[Hashable, tuple[int, Callable[[], Applier]]]:
+    def _evict(self, wanted: int) -> dict[Hashable, tuple[int, Callable[[], Any]]]:
         """Let go until `wanted` bytes fit; what went, without its weights."""
         gone = {}
         while self._held and self.nbytes + wanted > self.budget:
@@ -115,5 +114,5 @@ class Resident:
             del self._building[key]
             if held is not None:
                 self._held[key] = held
-                self._alive[key] = held.applier
+                self._alive[key] = held.ready
             self._changed.notify_all()

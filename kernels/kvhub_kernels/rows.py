@@ -21,8 +21,8 @@ class Rows:
     """`tokens` rows in every layer of a cache.
 
     keys, values: per layer `[slots, heads, dim]` (NHD), the last two dimensions contiguous.
-    slots: `[>= tokens / page_size]` int64, the pages that the tokens lie in, page p covering slots
-    `p * page_size ...`; with page_size 1, the slots. None: token i lies in slot i. Rows to be read may
+    slots: `[>= tokens / page_size]` int64, contiguous, the pages that the tokens lie in, page p covering
+    slots `p * page_size ...`; with page_size 1, the slots. None: token i lies in slot i. Rows to be read may
     repeat a page; rows to be written must not: which of two tokens stays there is not said. What pages
     hold is not checked, since that would wait for the device: one outside the pool is memory of others.
     """
@@ -47,6 +47,8 @@ class Rows:
                 raise ValueError(f"{self.tokens} tokens in {first.shape[0]} slots")
         elif self.slots.dtype != torch.int64 or self.slots.dim() != 1 or self.page_size < 1:
             raise ValueError("slots must be a list of int64")
+        elif not self.slots.is_contiguous():  # kernels read it by address
+            raise ValueError("slots must be contiguous")
         elif self.slots.shape[0] * self.page_size < self.tokens:
             raise ValueError(f"{self.tokens} tokens in {self.slots.shape[0]} pages of {self.page_size}")
 

@@ -88,7 +88,8 @@ class SourceRows:
 class Mapper(ABC):
     """A fitted, directed mapper `source -> target`.
 
-    Immutable once loaded; safe to share between threads.
+    Immutable once loaded; safe to share between threads. On a GPU the kernels' scratch and result belong to
+    the last call: there one stream maps with it at a time.
     """
 
     device: torch.device = torch.device("cpu")

@@ -17,6 +17,7 @@ from kvhub.artifact.tensors import MLP_PARTS, expected_tensors
 from kvhub.errors import Corrupt
 from kvhub.mapper.base import Mapper, SourceRows
 from kvhub_kernels.mlp import Dense, apply_perceptron
+from kvhub_kernels.resident import Resident
 from kvhub_kernels.rotary import apply_rope
 from kvhub_kernels.rows import Rows
 
@@ -46,6 +47,8 @@ class MlpMapper(Mapper):
             name: tensor.to(self.device, torch.float32 if name.endswith("bias") else dtype)
             for name, tensor in tensors.items()
         }
+        self._resident: Resident | None = None
+        self._token = object()  # two mappers may hold the same artifact
         self._placed: dict[tuple[torch.device, torch.dtype], MlpMapper] = {}
         self._placing = threading.Lock()
 
@@ -76,6 +79,19 @@ class MlpMapper(Mapper):
         """See `Mapper.prepare`: the weights on the device."""
         self._on(torch.device(device), dtype)
 
+    def hold(self, device: torch.device | str, dtype: torch.dtype) -> object | None:
+        """See `Mapper.hold`."""
+        device = torch.device(device)
+        if self._resident is None or device.type == self.device.type:
+            return self
+        return self._resident.find((self._token, device, _products(dtype)))
+
+    def keep_in(self, resident: Resident) -> None:
+        """See `Mapper.keep_in`. What lies where the caches are needs nothing made, and is not counted."""
+        with self._placing:
+            self._resident = resident
+            self._placed.clear()
+
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> MlpMapper:
         """A copy on `device` computing in `dtype` (None: as now)."""
         return MlpMapper(self.manifest, self._tensors, device=device, dtype=dtype or self.dtype)
@@ -84,7 +100,15 @@ class MlpMapper(Mapper):
         """This mapper where the cache is; on CUDA in bfloat16 unless the cache is float32."""
         if device.type == self.device.type:
             return self
-        dtype = torch.float32 if cached == torch.float32 else torch.bfloat16
+        dtype = _products(cached)
+        if self._resident is not None:
+            size = sum(
+                one.numel() * (one.dtype if name.endswith("bias") else dtype).itemsize
+                for name, one in self._tensors.items()
+            )
+            key = (self._token, device, dtype)
+            ready: MlpMapper = self._resident.get(key, size, lambda: self.to(device, dtype))
+            return ready
         with self._placing:
             known = self._placed.get((device, dtype))
             if known is None:
@@ -99,6 +123,10 @@ class MlpMapper(Mapper):
         inputs = inputs.expand(len(layers[0].weight), -1, -1)
         out = apply_perceptron(inputs, layers).transpose(0, 1).flatten(1)
         return out.view(-1, geometry.num_kv_heads, geometry.head_dim).to(self.dtype)
+
+
+def _products(cached: torch.dtype) -> torch.dtype:
+    return torch.float32 if cached == torch.float32 else torch.bfloat16
 
 
 def grouped(rows: list[Tensor], *, local: bool) -> Tensor:

@@ -71,6 +71,7 @@ class RidgeMapper(Mapper):
         self._lanes: dict[torch.device, Lane] = {}
         self._appliers: dict[tuple[torch.device, torch.dtype], Applier] = {}
         self._making = threading.Lock()
+        self._bringing = threading.Lock()
 
     def affine(self, target_layer: int, side: str) -> Affine:
         """Weight in the compute dtype and bias in float32, of `side` (`k` or `v`) of one target layer."""
@@ -119,7 +120,8 @@ class RidgeMapper(Mapper):
         with self._making:
             lane = self._lanes.get(target.device) or make_lane(target.device)
             self._lanes[target.device] = lane
-        return apply_arriving(applier, Arriving(blocks), target, strip, turn, lane)
+        with self._bringing:  # a lane serves one caller at a time
+            return apply_arriving(applier, Arriving(blocks), target, strip, turn, lane)
 
     def prepare(self, device: torch.device | str, dtype: torch.dtype) -> None:
         """See `Mapper.prepare`: the kernels' form of the weights, on the device."""
@@ -162,7 +164,8 @@ class RidgeMapper(Mapper):
             key = (self._token, device, dtype)
             if key not in self._sizes:
                 self._sizes[key] = ready_bytes(self.weights(), device, dtype)
-            return self._resident.get(key, self._sizes[key], make)
+            ready: Applier = self._resident.get(key, self._sizes[key], make)
+            return ready
         with self._making:
             known = self._appliers.get((device, dtype))
             if known is None:

@@ -134,6 +134,49 @@ def test_deterministic_and_shared_between_threads(dtype):
     check(copies[0], rounded=dtype if dtype != torch.float32 else None)
 
 
+@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize("padding", [1, 2, 4])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_pools_whose_slots_are_no_whole_words(side, padding, offset):
+    """A stride or an address that is no multiple of 16 bytes, beside buffers of our own that are."""
+    problem = make_problem(Case(tokens=33))
+
+    def spread(layer):
+        slots, heads, dim = layer.shape
+        room = torch.full((slots * (heads * dim + padding) + offset,), float("nan"), dtype=layer.dtype)
+        return (
+            room[offset:]
+            .as_strided((slots, heads, dim), (heads * dim + padding, dim, 1), offset)
+            .copy_(layer)
+        )
+
+    rows = getattr(problem, side)
+    pools = {name: [spread(layer) for layer in getattr(rows, name)] for name in ("keys", "values")}
+    setattr(problem, side, replace(rows, **pools))
+    CpuApplier(problem.weights).apply(problem.source, problem.target, problem.strip, problem.rotate)
+    check(problem, rounded=None)
+
+
+def test_layers_may_be_none_and_any_iterable():
+    problem = make_problem(Case(tokens=20, target=(3, 2, 64)))
+    applier = CpuApplier(problem.weights)
+    arguments = (problem.source, problem.target, problem.strip, problem.rotate)
+    assert bool(applier.apply(*arguments, []))
+    assert all(layer.isnan().all() for layer in problem.target.keys)
+    assert bool(applier.apply(*arguments, iter(range(3))))
+    check(problem, rounded=None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_column_whose_scale_is_nothing_is_its_bias(dtype):
+    problem = make_problem(Case(tokens=20, weights="int8"))
+    for pair in problem.weights.sides:
+        for affine in pair:
+            affine.scale[0, 3::7] = 0
+    CpuApplier(problem.weights, dtype).apply(problem.source, problem.target, problem.strip, problem.rotate)
+    check(problem, rounded=dtype if dtype != torch.float32 else None)
+
+
 def test_nothing_is_allocated_twice():
     problem, applier = run(Case(tokens=100))
     held = applier.workspace.nbytes

@@ -32,6 +32,14 @@ def test_slots_of_tokens() -> None:
     assert Rows(rows.keys, rows.values, 16).token_slots() is None
 
 
+def test_pages_that_are_not_contiguous_are_refused() -> None:
+    """Kernels read them by address: every second entry of a table, one entry for all."""
+    rows = cache()
+    for pages in (torch.arange(6)[::2], torch.zeros(3, 2, dtype=torch.int64)[:, 0], PAGES[:1].expand(3)):
+        with pytest.raises(ValueError, match="contiguous"):
+            Rows(rows.keys, rows.values, 10, pages, 4)
+
+
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_what_is_mapped_lies_where_it_should(chunk: int | None) -> None:
     """A mapper that changes nothing copies slot 12 to 4, the first of the target's first page, and so on."""

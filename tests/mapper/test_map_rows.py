@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -86,6 +87,24 @@ def test_blocks_from_an_exchange_give_the_same_rows(support, way):
     mapper.map_rows(rows, target)
     for have, want in zip(found, (*target.keys, *target.values), strict=True):
         torch.testing.assert_close(have, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("way", [RidgeMapper.map_blocks, Mapper.map_blocks], ids=["kernels", "any family"])
+def test_threads_share_a_mapper_for_blocks(way):
+    """Blocks are joined in a buffer of the mapper's: a second caller may not refill it under the first."""
+    mapper, _, _ = made("full")
+    given = [torch.randn(16, 5, 2, 64, 3, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+    def run(blocks):
+        pools = [torch.full((1024, 3, 32), float("nan")) for _ in range(8)]
+        assert bool(way(mapper, list(blocks), torch.arange(1024), Rows(pools[:4], pools[4:], 1024)))
+        return pools
+
+    alone = [run(blocks) for blocks in given]
+    with ThreadPoolExecutor(3) as team:
+        found = list(team.map(run, given * 8))
+    for number, pools in enumerate(found):
+        assert all(map(torch.equal, pools, alone[number % 3]))
 
 
 def test_mappers_share_a_budget():

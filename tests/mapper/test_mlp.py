@@ -14,6 +14,7 @@ from kvhub.errors import Corrupt
 from kvhub.mapper import Mapper, SourceRows
 from kvhub.mapper.mlp import MlpMapper
 from kvhub_kernels import mlp
+from kvhub_kernels.resident import Resident
 from kvhub_kernels.rows import Rows
 
 TOKENS = 11
@@ -162,3 +163,28 @@ def test_the_digest_of_other_families_is_what_it_was() -> None:
     identity = make_identity()
     assert b"perceptron" not in make_manifest(identity, identity).to_bytes()
     assert b"training" not in make_manifest(identity, identity).to_bytes()
+
+
+def test_mappers_on_another_device_share_a_budget():
+    """As the ridge's do; where the caches are on the mapper's own device there is nothing to keep."""
+    (one, _), (other, _) = made("one a head"), made("one a layer")
+    sizes = []
+    for mapper in (one, other):
+        alone = Resident(budget=1 << 20)
+        mapper.keep_in(alone)
+        mapper.prepare("cpu", torch.bfloat16)
+        assert alone.nbytes == 0 and mapper.hold("cpu", torch.bfloat16) is mapper
+        mapper.prepare("meta", torch.bfloat16)
+        placed = mapper.hold("meta", torch.bfloat16)
+        assert isinstance(placed, MlpMapper) and placed.dtype == torch.bfloat16
+        assert alone.nbytes == sum(tensor.nbytes for tensor in placed._tensors.values())
+        sizes.append(alone.nbytes)
+    resident = Resident(budget=max(sizes) + min(sizes) // 2)
+    one.keep_in(resident)
+    other.keep_in(resident)
+    one.prepare("meta", torch.float16)
+    other.prepare("meta", torch.float16)
+    assert one.hold("meta", torch.float16) is None and other.hold("meta", torch.float16) is not None
+    one.keep_in(Resident(budget=sizes[0] - 1))
+    with pytest.raises(ValueError, match="does not fit"):
+        one.prepare("meta", torch.float16)

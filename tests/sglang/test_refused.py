@@ -17,6 +17,7 @@ from kvhub.artifact.evidence import write_evidence
 from kvhub.artifact.manifest import Manifest
 from kvhub.errors import KvhubError
 from kvhub.exchange.shards import HeadSlice
+from kvhub_kernels.resident import Resident
 from kvhub_sglang.backend import open_candidate
 from kvhub_sglang.refusal import Refusal
 from kvhub_sglang.settings import ServedMapper
@@ -93,15 +94,24 @@ def artifact(tmp_path: Path) -> tuple[Path, Manifest]:
 
 
 def opened(path: Path, manifest: Manifest, **changes: Any) -> Any:
-    target = changes.pop("target", manifest.target)
+    target, resident = changes.pop("target", manifest.target), changes.pop("resident", None)
     served = {"path": str(path), "digest": manifest.digest, "state": "ready", **changes}
     heads = HeadSlice.everything(target.geometry.num_kv_heads)
-    return open_candidate(ServedMapper(**served), target, torch.device("cpu"), heads)
+    return open_candidate(ServedMapper(**served), target, torch.device("cpu"), heads, resident)
 
 
 def test_a_mapper_that_is_in_order(artifact: tuple[Path, Manifest]) -> None:
     candidate = opened(*artifact)
     assert candidate.digest == artifact[1].digest and not candidate.draft
+
+
+def test_a_mapper_is_made_ready_within_the_budget_of_the_settings(artifact: tuple[Path, Manifest]) -> None:
+    resident = Resident(budget=1 << 20)
+    candidate = opened(*artifact, resident=resident)
+    assert 0 < resident.nbytes < 1 << 20
+    assert candidate.mapper.hold("cpu", torch.float32) is not None
+    with pytest.raises(Refusal, match="does not fit"):
+        opened(*artifact, resident=Resident(budget=resident.nbytes - 1))
 
 
 def test_mappers_that_are_missing_or_damaged(artifact: tuple[Path, Manifest]) -> None:
