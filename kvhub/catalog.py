@@ -1,10 +1,9 @@
-"""Artifacts and the registry together: register, judge, find, remove. Imports no torch."""
+"""Artifacts and the registry together: register, judge, find (`store.removal` removes). Imports no torch."""
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +18,6 @@ from kvhub_registry import (
     Damaged,
     Denied,
     EventRecord,
-    Full,
     HubLocation,
     MapperRecord,
     MapperRow,
@@ -31,7 +29,6 @@ from kvhub_registry import (
     TooNew,
     Unavailable,
 )
-from kvhub_registry.files import has_room
 from kvhub_registry.listing import FIT_DOMAIN
 
 if TYPE_CHECKING:  # listing needs none of these, and they cost a tenth of a second
@@ -232,99 +229,6 @@ def demote(digest: str, why: str, settings: Settings | None = None) -> bool:
         except NotRegistered:
             return False
         return True
-
-
-def remove(row: MapperRow, settings: Settings | None = None) -> bool:
-    """Forget a mapper and delete its files; False where they lie outside the store and stay."""
-    settings = settings or Settings.load()
-    directory = files_of(row, settings)
-    if not inside(directory, settings.mappers):
-        with explained(), open_registry(settings) as registry:
-            registry.remove(row.digest)
-        return not directory.exists()
-    from kvhub.hub.store import exclusive
-
-    settings.mappers.mkdir(parents=True, exist_ok=True)
-    with exclusive(settings.mappers):  # or a pull could register it again in between
-        remove_locked(row, settings, shards=True)
-    return True
-
-
-def remove_locked(
-    row: MapperRow,
-    settings: Settings,
-    *,
-    unless: Callable[[MapperRow], str] | None = None,
-    keep_row: bool = False,
-    shards: bool = False,
-) -> str:
-    """Forget a mapper in the store and delete its files, by a caller that holds the store's lock.
-
-    unless: asked of the row as it is at the last moment; where it gives a reason everything stays, and
-    that is returned. keep_row: the files alone go. shards: those that no other mapper has go at once.
-    The files are put aside in the transaction that forgets the row: a crash on the way leaves leftovers for
-    `kvhub gc`, never files that could pass for a mapper that somebody still wants. On a full disk, where
-    forgetting has no room, they are deleted in it: a crash then leaves a row without files, and the same
-    command again forgets it. Files that would not make room enough stay, and so does the row (`Full`).
-    """
-    from kvhub.hub import store
-    from kvhub.store import blobs
-
-    directory = files_of(row, settings)
-    aside = store.aside(directory)
-    shutil.rmtree(aside, ignore_errors=True)
-    database = settings.database_file
-    little = blobs.frees(directory) < blobs.ENOUGH
-    tight = database is not None and not little and not has_room(database.parent)
-    kept, moved = "", False
-
-    def goes(now: MapperRow) -> bool:
-        nonlocal kept, moved
-        kept = unless(now) if unless else ""
-        if kept:
-            return False
-        with _deleting(directory):
-            if directory.is_dir() and not directory.is_symlink():
-                directory.rename(aside)  # at once gone for everybody else
-                moved = True
-                if tight:
-                    blobs.delete(aside, settings)
-        return not keep_row
-
-    def settle() -> None:
-        try:
-            with open_registry(settings) as registry:
-                registry.settle(row.digest, goes)
-        except BaseException:
-            if moved and not tight and not directory.exists():
-                aside.rename(directory)
-            raise
-
-    with explained():
-        try:
-            settle()
-        except Full:  # a quota, or other writers
-            if tight or little or not moved:
-                raise
-            tight, moved = True, False
-            settle()
-    if moved and not tight:
-        with _deleting(aside):
-            if shards:
-                blobs.delete(aside, settings)
-            else:
-                shutil.rmtree(aside)
-    return kept
-
-
-@contextmanager
-def _deleting(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise AccessDenied(
-            f"{directory} cannot be deleted: {error.strerror}", "check who owns it; kvhub gc deletes the rest"
-        ) from None
 
 
 def to_record(directory: Path, manifest: Manifest) -> MapperRecord:

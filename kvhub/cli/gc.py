@@ -7,6 +7,7 @@ import click
 from kvhub.cli import output
 from kvhub.cli.numbers import Number
 from kvhub.cli.output import Column
+from kvhub.errors import KvhubError
 
 COLUMNS = (
     Column("kind", "WHAT"),
@@ -62,8 +63,10 @@ def command(dry_run: bool, drafts: bool, unregistered: bool, grace: float, fits:
                 "unregistered": [{"path": str(item.path), "what": item.why} for item in done.unregistered],
                 "foreign": [{"path": str(item.path), "why": item.why} for item in done.foreign],
                 "absent_locks": [str(path) for path in done.absent],
+                "disk_full": done.full,
             }
         )
+        _demand_room(done.full)
         return
     if done.garbage:
         output.table(
@@ -90,3 +93,14 @@ def command(dry_run: bool, drafts: bool, unregistered: bool, grace: float, fits:
         output.note(f"left alone: {stray.path} ({stray.why})")
     verb = "would go" if dry_run else "deleted"
     output.note(f"{len(done.garbage)} {verb}, {output.size(done.size)}")
+    _demand_room(done.full)
+
+
+def _demand_room(stuck: list[str]) -> None:
+    """Errors: `KvhubError` where mappers could not go, after all that could."""
+    if stuck:
+        names = ", ".join(digest[:12] for digest in stuck[:5]) + (", ..." if len(stuck) > 5 else "")
+        raise KvhubError(
+            f"the disk is full, and has no room to forget {len(stuck)} of them: {names}",
+            "make room, then kvhub gc again; all else that could go has gone",
+        )

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from kvhub.catalog import files_of, find, remove
+from kvhub.catalog import files_of, find
 from kvhub.cli import output
 from kvhub.cli.complete import MAPPER
 from kvhub.errors import BadInput
@@ -30,6 +30,7 @@ def command(mapper: str, yes: bool) -> None:
         click.confirm(output.clean(f"Remove mapper {what}?"), abort=True, err=True)
     from kvhub.settings import Settings
     from kvhub.store.links import Links
+    from kvhub.store.removal import remove
 
     directory = files_of(row)
     freed = Links(Settings.load()).freed(directory)

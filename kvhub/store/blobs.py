@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,9 +22,6 @@ from kvhub.settings import Settings
 
 if TYPE_CHECKING:
     from kvhub.artifact.manifest import FileEntry
-
-ENOUGH = 1 << 16
-"""Bytes with which SQLite can forget a mapper on a disk that was full."""
 
 
 def share(directory: Path, files: Iterable[FileEntry], settings: Settings) -> int:
@@ -127,11 +126,20 @@ def _replace(path: Path, by: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def frees(directory: Path) -> int:
-    """Bytes of the disk that are free once `directory` and the blobs that it alone has are gone, at least."""
-    found = 0
-    with suppress(OSError):
-        for path in directory.iterdir():
-            state = path.lstat()
-            found += 512 * state.st_blocks if state.st_nlink <= 2 else 0
-    return found
+def frees(directories: Iterable[Path], settings: Settings) -> int:
+    """Bytes of the disk that are free once directories, and the blobs that they alone have, are gone."""
+    names: Counter[tuple[int, int]] = Counter()
+    files: dict[tuple[int, int], os.stat_result] = {}
+    for directory in directories:
+        for path in directory.rglob("*"):
+            with suppress(OSError):
+                found = path.lstat()
+                if not stat.S_ISDIR(found.st_mode):
+                    names[_key(found)] += 1
+                    files[_key(found)] = found
+    folder = settings.home / "blobs"
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with suppress(OSError):
+            if (key := _key(path.lstat())) in names:
+                names[key] += 1
+    return sum(512 * found.st_blocks for key, found in files.items() if found.st_nlink <= names[key])

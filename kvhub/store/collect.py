@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from kvhub.artifact.read import read_manifest
-from kvhub.catalog import files_of, inside, open_registry, reading_registry, remove_locked
+from kvhub.catalog import files_of, inside, open_registry, reading_registry
 from kvhub.errors import Corrupt, KvhubError, NotFound
 from kvhub.files import is_denied, is_full
 from kvhub.hub import store
@@ -28,12 +28,16 @@ from kvhub.store import blobs, leftovers, origin, roots, use
 from kvhub.store import fits as unfinished
 from kvhub.store.links import Links
 from kvhub.store.lost import misplaced
+from kvhub.store.removal import remove_locked
 from kvhub.store.strays import Stray, is_blob, look
-from kvhub_registry import MapperRow, State
+from kvhub_registry import Full, MapperRow, State
 
 GRACE = roots.GRACE
 """Seconds for which what no row names may be of a process that has not registered it yet, and for which a
 lock file that is missing may be on another branch."""
+
+_GROUP = 256
+"""Mappers that go in one transaction at most: each has a lock file open meanwhile."""
 
 Kind = Literal["mapper", "directory", "leftover", "blob", "unregistered", "fit"]
 
@@ -69,6 +73,8 @@ class Collected:
     """What kvhub did not put there."""
     absent: list[Path] = field(default_factory=list)
     """Lock files that are missing; what they named is kept for the grace."""
+    full: list[str] = field(default_factory=list)
+    """Digests of mappers that a full disk keeps: nothing that could go made room enough."""
 
     @property
     def size(self) -> int:
@@ -126,12 +132,11 @@ def collect(
             if stray.kind != "foreign" and (unregistered or stray.kind != "unregistered"):
                 _stray(stray, settings, links, done, locked, dry_run=dry_run, grace=grace)
         _blobs(settings, links, done, dry_run=dry_run)  # and this, also of what a killed gc was freeing
-        for row in rows:
-            if _may_go(row, settings, drafts, grace):
-                _mapper(row, settings, links, done, dry_run=dry_run, drafts=drafts, grace=grace)
+        _small(settings, done, grace, dry_run=dry_run)
+        _fits(settings, done, fits, dry_run=dry_run)
+        may = [row for row in rows if _may_go(row, settings, drafts, grace)]
+        _mappers(may, settings, links, done, dry_run=dry_run, drafts=drafts, grace=grace)
         _blobs(settings, links, done, dry_run=dry_run)
-    _small(settings, done, grace, dry_run=dry_run)
-    _fits(settings, done, fits, dry_run=dry_run)
     return done
 
 
@@ -174,8 +179,8 @@ def _is_shared(settings: Settings) -> bool:
     return settings.database_file != settings.home / "registry.db"
 
 
-def _mapper(
-    row: MapperRow,
+def _mappers(
+    rows: list[MapperRow],
     settings: Settings,
     links: Links,
     done: Collected,
@@ -184,7 +189,39 @@ def _mapper(
     drafts: bool,
     grace: float,
 ) -> None:
-    directory, shared = files_of(row, settings), _is_shared(settings)
+    """One after the other. What a full disk keeps is tried again once others have made room, and then with
+    others: what has shards in common makes room only together."""
+
+    def go(some: Sequence[MapperRow]) -> bool:
+        return _together(some, settings, links, done, dry_run=dry_run, drafts=drafts, grace=grace)
+
+    left = rows
+    while left:
+        rest = [row for row in left if not go([row])]
+        if len(rest) == len(left):
+            alike = sorted(rest, key=lambda row: -row.size)  # what has shards in common is of one size
+            groups = [alike[at : at + _GROUP] for at in range(0, len(alike), _GROUP)]
+            rest = [row for group in groups if len(group) < 2 or not go(group) for row in group]
+            if len(rest) == len(left):
+                break
+        if rest:
+            _blobs(settings, links, done, dry_run=dry_run)
+        left = rest
+    done.full.extend(row.digest for row in left)
+
+
+def _together(
+    rows: Sequence[MapperRow],
+    settings: Settings,
+    links: Links,
+    done: Collected,
+    *,
+    dry_run: bool,
+    drafts: bool,
+    grace: float,
+) -> bool:
+    """Delete mappers in one transaction; False where the disk is full and they would not make room for it."""
+    shared = _is_shared(settings)
 
     def reason_to_stay(now: MapperRow) -> str:
         """Asked again at the last moment: promote, alias and lock do not wait for us."""
@@ -192,24 +229,41 @@ def _mapper(
             return f"it is {now.state.value} meanwhile"
         return _keeper(now.digest, now.aliases, roots.locked(settings, grace))
 
-    with use.unused(row.digest, settings, look=dry_run) as free:
-        by = reason_to_stay(row) or ("" if free else "a process has it loaded")
-        size = 0 if by else links.freed(directory)
-        if not by and not dry_run:
-            try:
-                by = remove_locked(row, settings, unless=reason_to_stay, keep_row=shared)
-            except NotFound:
-                by = "its row has just been removed"
+    with ExitStack() as stack:
+        kept: dict[str, str] = {}
+        for row in rows:
+            free = stack.enter_context(use.unused(row.digest, settings, look=dry_run))
+            by = reason_to_stay(row) or ("" if free else "a process has it loaded")
             if by:
-                links.stays(directory)
-            else:
-                origin.forget(row.digest, settings)
-    if by:
-        done.kept.append(Kept(row.digest, by))
-        return
+                kept[row.digest] = by
+        going = [row for row in rows if row.digest not in kept]
+        sizes = {row.digest: links.freed(files_of(row, settings)) for row in going}
+        if going and not dry_run:
+            try:
+                stay = remove_locked(going, settings, unless=reason_to_stay, keep_row=shared)
+            except KvhubError as error:
+                gone = isinstance(error, NotFound)
+                if not gone and not isinstance(error.__cause__, Full):
+                    raise
+                for row in going:
+                    links.stays(files_of(row, settings))
+                if not gone or len(going) > 1:
+                    return False
+                stay = {going[0].digest: "its row has just been removed"}
+                going = []
+            for row in going:
+                if row.digest in stay:
+                    links.stays(files_of(row, settings))
+                else:
+                    origin.forget(row.digest, settings)
+            kept |= stay
+    done.kept.extend(Kept(digest, by) for digest, by in kept.items())
     row_stays = "; its row stays, for other machines" if shared else ""
-    why = f"{row.state.value}: {row.state_reason}{row_stays}"
-    done.garbage.append(Garbage("mapper", directory, size, why, row))
+    for row in rows:
+        if row.digest not in kept:
+            why = f"{row.state.value}: {row.state_reason}{row_stays}"
+            done.garbage.append(Garbage("mapper", files_of(row, settings), sizes[row.digest], why, row))
+    return True
 
 
 def _keeper(digest: str, aliases: tuple[str, ...], locked: dict[str, Path]) -> str:

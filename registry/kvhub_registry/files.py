@@ -27,10 +27,15 @@ def may_write(directory: Path) -> bool:
 def has_room(directory: Path) -> bool:
     """Whether a disk has place for SQLite's log and the log's index; True where that is not known."""
     try:
-        found = os.statvfs(directory)
+        return free_bytes(directory) >= 1 << 18
     except OSError:
         return True
-    return found.f_bavail * found.f_frsize >= 1 << 18
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that this user may still write on a disk. Errors: `OSError`."""
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize
 
 
 def _has_log(path: Path) -> bool:

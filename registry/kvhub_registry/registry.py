@@ -11,7 +11,7 @@ from typing import Self
 from sqlalchemy import Engine, delete
 from sqlmodel import Session, col, select
 
-from kvhub_registry import lifecycle, queries, schema
+from kvhub_registry import lifecycle, queries, room, schema
 from kvhub_registry.connect import make_engine, parse, reading, writing
 from kvhub_registry.errors import Ambiguous, NotRegistered
 from kvhub_registry.lifecycle import SHORT
@@ -219,24 +219,39 @@ class Registry:
         Models and calibration sets that nothing points at any more go too.
         Raises `NotRegistered`. Files are not touched.
         """
-        return self.settle(digest, lambda _: True)
+        return self.settle([digest], lambda _: True)[0]
 
-    def settle(self, digest: str, goes: Callable[[MapperRow], bool]) -> MapperRow:
-        """As `remove`, where `goes` says so of the row as it is now; returns that row in any case.
+    def settle(
+        self,
+        digests: Iterable[str],
+        goes: Callable[[MapperRow], bool],
+        last: Callable[[int], None] | None = None,
+        *,
+        measure: bool = False,
+    ) -> builtins.list[MapperRow]:
+        """As `remove` of several in one transaction, where `goes` says so of a row as it is now.
 
-        Nobody changes the registry while `goes` runs; what it raises leaves everything as it was.
+        last: called when all is written but the commit; with `measure` it is given the bytes of disk that
+        the commit needs at most (0 where that is a server's affair). Returns the rows as they were.
+        Nobody changes the registry while `goes` and `last` run; what they raise leaves everything as it was.
         """
         with writing(self._engine) as session:
-            lifecycle.artifact_of(session, digest)
-            row = queries.rows(session, digests=[digest])[0]
-            if not goes(row):
-                return row
-            session.execute(delete(MapperTable).where(col(MapperTable.digest) == digest))
+            before = room.image(session) if measure else None
+            rows = []
+            for digest in digests:
+                lifecycle.artifact_of(session, digest)
+                rows += queries.rows(session, digests=[digest])
+            going = [row.digest for row in rows if goes(row)]
+            for digest in going:
+                session.execute(delete(MapperTable).where(col(MapperTable.digest) == digest))
             session.flush()
             session.expire_all()
-            for orphan in queries.unreferenced(session):
+            for orphan in queries.unreferenced(session) if going else ():
                 session.delete(orphan)
-            return row
+            session.flush()
+            if last is not None:
+                last(room.needed(session, before) if before is not None else 0)
+            return rows
 
 
 def _brief(ref: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,13 +17,16 @@ from support.published import publishable
 from support.small_disk import filled, small_disk
 from support.stored import stored
 
+from benchmarks.list import fill
 from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.read import verify_artifact
 from kvhub.catalog import find, open_registry
-from kvhub.errors import NotFound
+from kvhub.errors import KvhubError, NotFound
 from kvhub.settings import Settings, sqlite_url
+from kvhub.store import blobs
 from kvhub.store.collect import collect
-from kvhub.store.lifecycle import retire
+from kvhub.store.lifecycle import name, retire
+from kvhub.store.removal import remove
 from kvhub_registry import State
 
 
@@ -73,6 +77,130 @@ def test_files_that_make_too_little_room_stay_with_their_row(
         assert subprocess.run(call, capture_output=True, check=False).returncode == 0
         with open_registry(settings) as registry:
             assert registry.list() == []
+
+
+@contextmanager
+def small_home(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Settings]]:
+    with small_disk(place, "40m") as disk:
+        monkeypatch.setenv("KVHUB_HOME", str(disk / "home"))
+        yield disk, Settings(disk / "home", sqlite_url(disk / "home" / "registry.db"), False)
+
+
+def grown(settings: Settings, digest: str, size: int) -> Path:
+    """Make a mapper `size` bytes larger, with a shard that is a blob, too."""
+    bulk = settings.mappers / digest / "bulk"
+    bulk.write_bytes(bytes(size))
+    os.link(bulk, settings.home / "blobs" / f"0{digest[1:]}")
+    return bulk
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    whole = [sys.executable, "-m", "kvhub", *command]
+    return subprocess.run(whole, capture_output=True, text=True, check=False)
+
+
+def test_gc_goes_on_after_one_that_a_full_disk_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_home(tmp_path / "disk", monkeypatch) as (disk, settings):
+        large = stored(settings, 1)
+        grown(settings, large.digest, 6 << 20)
+        small = [stored(settings, seed) for seed in (2, 3)]  # newer, so before it
+        for manifest in (large, *small):
+            retire(manifest.digest, why="old", settings=settings)
+        with filled(disk):
+            done = run("gc", "--grace", "0")
+            assert done.returncode == 0 and "3 deleted, 6.3 MB" in done.stderr, done.stderr
+            assert [path.name for path in settings.mappers.iterdir()] == [".lock"]
+            assert list((settings.home / "blobs").iterdir()) == []
+
+
+def test_gc_frees_together_what_makes_room_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_home(tmp_path / "disk", monkeypatch) as (disk, settings):
+        one, two, kept = (stored(settings, seed) for seed in (1, 2, 3))
+        os.link(grown(settings, one.digest, 6 << 20), settings.mappers / two.digest / "bulk")
+        for manifest in (one, two, kept):
+            retire(manifest.digest, why="old", settings=settings)
+        name("prod", kept.digest, why="", settings=settings)
+        with filled(disk):
+            for manifest in (one, two):
+                refused = run("rm", manifest.digest, "--yes")
+                assert refused.returncode == 1 and "kvhub gc" in refused.stderr, refused.stderr
+            would, done = collect(settings, dry_run=True), collect(settings)
+            assert {item.row.digest for item in done.garbage if item.row} == {one.digest, two.digest}
+            assert would.size == done.size > 6 << 20 and done.full == []
+            assert [item.digest for item in done.kept] == [kept.digest]
+            assert os.statvfs(disk).f_bavail * 4096 > 6 << 20
+        verify_artifact(settings.mappers / kept.digest, deep=True)
+        assert collect(settings, grace=0).garbage == []
+
+
+def test_what_a_full_disk_keeps_is_named_after_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_home(tmp_path / "disk", monkeypatch) as (disk, settings):
+        small = [stored(settings, seed) for seed in (1, 2)]
+        for manifest in small:
+            retire(manifest.digest, why="old", settings=settings)
+        fit = settings.cache / "fits" / ("a" * 32)
+        fit.mkdir(parents=True)
+        (fit / "state.json").write_text("{}")
+        os.utime(fit / "state.json", (1, 1))
+        os.utime(fit, (1, 1))
+        with filled(disk):
+            done = run("gc", "--format", "json")
+            assert done.returncode == 1 and "no room to forget 2" in done.stderr, done.stderr
+            assert set(json.loads(done.stdout)["disk_full"]) == {manifest.digest for manifest in small}
+            for manifest in small:
+                verify_artifact(settings.mappers / manifest.digest, deep=True)
+            assert not fit.exists()
+        assert run("gc").returncode == 0
+
+
+@pytest.mark.parametrize("size", [64 << 10, 96 << 10, 512 << 10])
+def test_row_and_files_agree_in_a_large_registry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """How much room forgetting a row takes depends on the registry's size: it is measured."""
+    with small_home(tmp_path / "disk", monkeypatch) as (disk, settings):
+        settings.home.mkdir()
+        fill(settings.database_url, 1000)
+        manifest = stored(settings, 1)
+        bulk = grown(settings, manifest.digest, size)
+        with filled(disk):
+            done = run("rm", manifest.digest, "--yes")
+            here = (settings.mappers / manifest.digest).is_dir()
+            assert (done.returncode == 1) is here, done.stderr
+            if here:
+                assert find(manifest.digest, settings).state is State.READY
+                bulk.unlink()
+                verify_artifact(settings.mappers / manifest.digest, deep=True)
+            else:
+                with pytest.raises(NotFound):
+                    find(manifest.digest, settings)
+            assert here is (size < 512 << 10) or size == 96 << 10
+        assert run("rm", manifest.digest, "--yes").returncode == (0 if here else 3)
+
+
+def test_files_that_went_without_their_row_are_said_to_be_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else takes the room that they made."""
+    with small_home(tmp_path / "disk", monkeypatch) as (disk, settings):
+        manifest = stored(settings, 1)
+        grown(settings, manifest.digest, 1 << 20)
+        real = blobs.delete
+
+        def taken(directory: Path, given: Settings) -> None:
+            real(directory, given)
+            found = os.statvfs(disk)
+            (disk / "other").write_bytes(bytes(found.f_bavail * found.f_frsize - (40 << 10)))
+
+        monkeypatch.setattr(blobs, "delete", taken)
+        with filled(disk):
+            with pytest.raises(KvhubError, match="full"):
+                remove(find(manifest.digest, settings), settings)
+            assert find(manifest.digest, settings).state is State.DRAFT
+            assert "are gone" in find(manifest.digest, settings).state_reason
+        assert run("rm", manifest.digest, "--yes").returncode == 0
 
 
 def test_rm_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
