@@ -8,7 +8,24 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvhub.model.identity import ModelIdentity, Record, Sha256, Text, canonical_json
+from kvhub.model.identity import (
+    HIGHEST,
+    MOST,
+    R2,
+    Cosine,
+    Count,
+    ModelIdentity,
+    Positive,
+    Real,
+    Record,
+    Seed,
+    Sha256,
+    Share,
+    Strength,
+    Text,
+    Whole,
+    canonical_json,
+)
 
 SCHEMA_VERSION = 1
 
@@ -32,11 +49,11 @@ class Calibration(Record):
 
     dataset: Text
     revision: Text | None
-    sequences: int = Field(ge=1)
-    length: int = Field(ge=1)
-    stride: int = Field(ge=1)
-    tokens: int = Field(ge=1)
-    rows: int = Field(ge=1)
+    sequences: Positive
+    length: Positive
+    stride: Positive
+    tokens: Positive
+    rows: Positive
     """Token positions that entered the moments."""
     digest: Sha256
     """sha256 over the exact token ids, in order (little-endian int64, windows length-prefixed)."""
@@ -45,24 +62,24 @@ class Calibration(Record):
 class FitScores(Record):
     """R2 on the held-out calibration windows; a description, never a gate."""
 
-    rows: int = Field(ge=1)
-    r2_key: list[float]
+    rows: Positive
+    r2_key: list[R2]
     """Per target layer."""
-    r2_value: list[float]
+    r2_value: list[R2]
 
 
 class CurvePoint(Record):
     """One candidate on the tuning windows: the target on mapped caches, as it would be stored."""
 
-    k: int = Field(ge=1)
-    regularization: float = Field(ge=0)
-    attention_cosine: float
+    k: Positive
+    regularization: Strength
+    attention_cosine: Cosine
     """Mean over layers, heads and queries (arXiv 2608.03893, section 4)."""
-    attention_cosine_worst: float
+    attention_cosine_worst: Cosine
     """Of the worst layer."""
-    kl: float
+    kl: Real
     """KL(native || mapped), nat a token."""
-    top1: float
+    top1: Share
     recipe: Text | None = None
     """What else the candidate differs in, where a search went over more than k and lambda."""
 
@@ -70,10 +87,10 @@ class CurvePoint(Record):
 class Selection(Record):
     """How k and lambda were chosen: every candidate, on text that was neither fitted on nor held out."""
 
-    k: int = Field(ge=1)
-    regularization: float = Field(ge=0)
-    windows: int = Field(ge=1)
-    tail: int = Field(ge=2)
+    k: Positive
+    regularization: Strength
+    windows: Positive
+    tail: int = Field(ge=2, le=MOST)
     digest: Sha256
     """sha256 over the tuning windows' token ids."""
     curve: list[CurvePoint] = Field(max_length=1024)
@@ -92,19 +109,19 @@ class Training(Record):
     """What gradient steps made of the mapper, after the closed form or without one."""
 
     objective: Text
-    steps: int = Field(ge=1)
-    rate: float = Field(gt=0)
+    steps: Positive
+    rate: float = Field(gt=0, le=HIGHEST)
     """Peak learning rate."""
-    batch: int = Field(ge=1)
+    batch: Positive
     """Windows (or rows, for the `mlp` family) a step."""
-    seed: int
-    tail: int = Field(ge=0)
+    seed: Seed
+    tail: Count
     """Tokens that the target reads on the mapped cache; 0: the target is not run."""
-    before: float | None = None
+    before: Real | None = None
     """The objective on the tuning windows at the start; None: there were none."""
-    after: float | None = None
+    after: Real | None = None
     """And of what was kept."""
-    curve: list[float] = Field(max_length=256)
+    curve: list[Real] = Field(max_length=256)
     """The objective while training: means over equal parts of the steps, in order."""
 
 
@@ -125,11 +142,11 @@ class Manifest(Record):
     support: Literal["full", "head-local"]
     source: ModelIdentity
     target: ModelIdentity
-    k: int = Field(ge=1)
-    regularization: float = Field(ge=0)
+    k: Positive
+    regularization: Strength
     regularization_convention: Literal["relative-mean-diagonal", "absolute-mean"]
     objective: Text
-    source_layers: list[list[int]]
+    source_layers: list[list[Whole]]
     """`source_layers[target_layer]`: the k source layers it is mapped from, ascending."""
     exact_prefix: int = Field(ge=0, le=65536)
     """Positions left out of the fit, which the target must hold natively."""

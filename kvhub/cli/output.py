@@ -7,6 +7,7 @@ downloaded manifest cannot steer a terminal.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import unicodedata
@@ -126,14 +127,25 @@ def tsv(keys: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:
     click.echo("\n".join(lines))
 
 
+def finite(value: Any) -> Any:
+    """The same value with null for what JSON cannot hold, NaN and infinity: registries of older versions
+    have such scores, and one of them must not keep all else from being shown.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
 def as_json(value: object) -> None:
     """Indented JSON; ASCII, so nothing in it can steer a terminal."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=True, allow_nan=False))
+    click.echo(_dumps(value, indent=2))
 
 
 def as_json_lines(values: Iterable[object]) -> None:
     """A JSON array with one element a line: indenting ten thousand takes longer than reading them."""
-    lines = ",\n".join(json.dumps(value, ensure_ascii=True, allow_nan=False) for value in values)
+    lines = ",\n".join(_dumps(value) for value in values)
     click.echo(f"[\n{lines}\n]" if lines else "[]")
 
 
@@ -155,6 +167,13 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(clean(what), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _dumps(value: object, indent: int | None = None) -> str:
+    try:
+        return json.dumps(value, indent=indent, ensure_ascii=True, allow_nan=False)
+    except ValueError:
+        return json.dumps(finite(value), indent=indent, ensure_ascii=True, allow_nan=False)
 
 
 def _width(columns: Sequence[Column], rows: Sequence[Mapping[str, str]]) -> int:

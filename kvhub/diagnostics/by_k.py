@@ -15,6 +15,7 @@ from kvhub.fit.moments import Moments
 from kvhub.fit.ridge import Regularization, solve_layer
 from kvhub.fit.selection import layer_scores, top_layers
 from kvhub.fit.settings import GRID_K
+from kvhub.model.identity import within_bounds
 
 MARGIN = 2
 """Rows for each feature below which a k is left out: its R2 would say more of the text than of k."""
@@ -51,7 +52,7 @@ def r2_by_k(
             )
         except KvhubError:  # a singular system at this k says nothing of a larger one
             continue
-        found.append(KPoint(k=k, r2_key=float(key), r2_value=float(value)))
+        found.append(KPoint(k=k, r2_key=within_bounds(float(key)), r2_value=within_bounds(float(value))))
     return found
 
 

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from kvhub.artifact.beside import read_beside, write_beside
 from kvhub.artifact.manifest import Manifest
 from kvhub.evaluation.evidence import Score
-from kvhub.model.identity import Record, Sha256, canonical_json
+from kvhub.model.identity import R2, Cosine, Count, Positive, Real, Record, Sha256, canonical_json
 
 NAME = "assets/diagnostics.json"
 LIMIT = 64 << 20
@@ -22,39 +22,39 @@ LIMIT = 64 << 20
 class LayerDiagnosis(Record):
     """One target layer over all windows; lists are by query head."""
 
-    attention_cosine: list[float]
-    key_concentration: list[float]
-    value_concentration: list[float]
-    attention_kl: list[float]
-    output_error: list[float]
-    residual_error: float
-    key_error: float
-    value_error: float
+    attention_cosine: list[Cosine]
+    key_concentration: list[Real]
+    value_concentration: list[Real]
+    attention_kl: list[Real]
+    output_error: list[Real]
+    residual_error: Real
+    key_error: Real
+    value_error: Real
 
 
 class PositionProfile(Record):
     """Mean over layers of the error at every prefix position, as a share of the layer's spread."""
 
     domain: str = Field(min_length=1, max_length=64)
-    key: list[float]
-    value: list[float]
+    key: list[Real]
+    value: list[Real]
 
 
 class LayerMaps(Record):
     """R2 of one source layer for one target layer: `[target layers][source layers]`."""
 
-    rows: int
-    raw_key: list[list[float]]
-    content_key: list[list[float]]
-    value: list[list[float]]
+    rows: Count
+    raw_key: list[list[R2]]
+    content_key: list[list[R2]]
+    value: list[list[R2]]
 
 
 class KPoint(Record):
     """Held-out R2 of ridges with the k best source layers, mean over target layers."""
 
     k: int = Field(ge=1, le=1024)
-    r2_key: float
-    r2_value: float
+    r2_key: R2
+    r2_value: R2
 
 
 class Diagnostics(Record):
@@ -66,10 +66,10 @@ class Diagnostics(Record):
     created: str
     text: Sha256
     """sha256 over the token ids of all windows, as in the evidence."""
-    windows: int = Field(ge=1)
-    prefix: int = Field(ge=1)
-    tail: int = Field(ge=1)
-    exact_prefix: int = Field(ge=0)
+    windows: Positive
+    prefix: Positive
+    tail: Positive
+    exact_prefix: Count
     scores: list[Score]
     layers: list[LayerDiagnosis]
     positions: list[PositionProfile]

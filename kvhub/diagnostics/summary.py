@@ -11,6 +11,7 @@ from kvhub.diagnostics.window import WindowDiagnosis
 from kvhub.evaluation.bootstrap import Bootstrap
 from kvhub.evaluation.evidence import ALL, Score
 from kvhub.evaluation.metrics import Array
+from kvhub.model.identity import within_bounds
 
 FIRST = 4
 """Positions that `key_error_first` covers: the sink and its neighbours."""
@@ -64,8 +65,8 @@ def _domain(domain: str, windows: Sequence[WindowDiagnosis], bootstrap: Bootstra
 
         found = bootstrap.estimate(statistic)
         score = Score(
-            metric=metric, arm="mapped", domain=domain, value=found.value, low=found.low, high=found.high,
-            n=rows,
+            metric=metric, arm="mapped", domain=domain, value=within_bounds(found.value),
+            low=within_bounds(found.low), high=within_bounds(found.high), n=rows,
         )  # fmt: skip
         scores.append(score)
 

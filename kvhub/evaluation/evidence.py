@@ -6,11 +6,22 @@ exists, and measuring again must not change the mapper's identity.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from kvhub.model.identity import Record, Sha256, canonical_json
+from kvhub.model.identity import (
+    HIGHEST,
+    R2,
+    Cosine,
+    Count,
+    Positive,
+    Real,
+    Record,
+    Sha256,
+    Share,
+    canonical_json,
+)
 
 Arm = Literal["native", "source", "mapped", "empty", "wrong-document"]
 
@@ -23,6 +34,18 @@ RESERVED = (ALL, "fit")
 ARMS: tuple[Arm, ...] = ("native", "source", "mapped", "empty", "wrong-document")
 
 
+_CAN_BE: dict[str, TypeAdapter[Any]] = {
+    name: TypeAdapter(kind)
+    for kind, names in (
+        (R2, ("r2_key", "r2_value")),
+        (Cosine, ("attention_cosine", "attention_cosine_worst")),
+        (Share, ("top1",)),
+    )
+    for name in names
+}
+"""Metrics that cannot be any number."""
+
+
 class Score(Record):
     """One measured number: `value` with its 95 % interval over `n` items."""
 
@@ -32,20 +55,30 @@ class Score(Record):
     arm: Arm
     domain: str = Field(min_length=1, max_length=64)
     """Name of the text, or `all`."""
-    value: float
-    low: float
-    high: float
-    n: int = Field(ge=0)
+    value: Real
+    low: Real
+    high: Real
+    n: Count
     """Positions scored (tokens), or rows for R2 and cosine."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        known = _CAN_BE.get(self.metric)
+        try:
+            if known is not None:
+                known.validate_python(self.value)
+        except ValidationError:
+            raise ValueError(f"{self.metric} cannot be {self.value:.6g}") from None
+        return self
 
 
 class LayerScores(Record):
     """One target layer over all windows: where a mapper is weak. No part of the gate."""
 
-    attention_cosine: list[float]
+    attention_cosine: list[Cosine]
     """Per query head."""
-    r2_key: float
-    r2_value: float
+    r2_key: R2
+    r2_value: R2
 
 
 class GateCheck(Record):
@@ -53,8 +86,8 @@ class GateCheck(Record):
 
     name: str
     passed: bool
-    found: float
-    limit: float
+    found: Real
+    limit: Real
     domain: str
 
 
@@ -77,9 +110,9 @@ class Evidence(Record):
     """Prefix and tail lengths, dtype, seed: enough to run it again."""
     text: Sha256
     """sha256 over the exact token ids of all items."""
-    windows: int = Field(ge=1)
-    exact_prefix: int = Field(ge=0)
-    injection_max_logit_error: float
+    windows: Positive
+    exact_prefix: Count
+    injection_max_logit_error: float = Field(ge=0, le=HIGHEST)
     """Largest logit difference when the target's own cache is re-injected."""
     scores: list[Score]
     layers: list[LayerScores] = Field(default_factory=list)

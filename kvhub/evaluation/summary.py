@@ -10,6 +10,7 @@ from kvhub.evaluation.arms import WindowResult
 from kvhub.evaluation.bootstrap import Bootstrap, Estimate, Statistic, ratio
 from kvhub.evaluation.evidence import ALL, ARMS, Arm, LayerScores, Score
 from kvhub.evaluation.metrics import Array, RowMoments, gap_recovered
+from kvhub.model.identity import within_bounds
 
 
 def summarize(
@@ -41,9 +42,9 @@ def _domain(domain: str, windows: Sequence[WindowResult], bootstrap: Bootstrap) 
                     metric=metric,
                     arm=arm,
                     domain=domain,
-                    value=found.value,
-                    low=found.low,
-                    high=found.high,
+                    value=within_bounds(found.value),
+                    low=within_bounds(found.low),
+                    high=within_bounds(found.high),
                     n=n,
                 )
             )
@@ -105,8 +106,8 @@ def _layers(windows: Sequence[WindowResult]) -> list[LayerScores]:
     return [
         LayerScores(
             attention_cosine=[float(head) for head in heads[layer]],
-            r2_key=float(keys[layer]),
-            r2_value=float(values[layer]),
+            r2_key=within_bounds(keys[layer]),
+            r2_value=within_bounds(values[layer]),
         )
         for layer in range(heads.shape[0])
     ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, ValidationError
 
 from kvhub.exchange.base import BlockCorrupt
-from kvhub.model.identity import Record, Sha256, canonical_json
+from kvhub.model.identity import MOST, Record, Sha256, canonical_json
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ class BlockHeader(Record):
 
     key: Sha256
     model: Sha256
-    position: int = Field(ge=0, multiple_of=BLOCK_TOKENS)
+    position: int = Field(ge=0, le=MOST, multiple_of=BLOCK_TOKENS)
     """Position of the first token."""
     layout: Layout
     lineage: Lineage

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvhub.artifact.manifest import FitScores
 from kvhub.fit.capture import Capture
+from kvhub.model.identity import HIGHEST
 from kvhub_kernels.normalise import normalise
 
 Apply = Callable[[Mapping[str, Tensor], str, Tensor], Tensor]
@@ -71,7 +72,7 @@ class HeldOutScore:
             means = torch.stack([s.square().sum() for s in self._sums[kind]]).cpu() / self._rows
             spread = self._squares[kind] - means
             ratio = torch.where(spread > 0, 1 - self._errors[kind] / spread, 0.0)
-            r2.append(ratio.nan_to_num(0.0, 0.0, 0.0).tolist())
+            r2.append(ratio.nan_to_num(0.0, 0.0, 0.0).clamp(min=-HIGHEST).tolist())
         return FitScores(rows=self._rows, r2_key=r2[0], r2_value=r2[1])
 
 

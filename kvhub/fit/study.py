@@ -33,6 +33,7 @@ from kvhub.fit.settings import GRID_LAMBDA, FitSettings
 from kvhub.fit.side import Side
 from kvhub.fit.solve import Solved, solve_pair
 from kvhub.fit.text import token_digest
+from kvhub.model.identity import within_bounds
 from kvhub.model.placement import input_device
 from kvhub.model.rope import rotary_table
 from kvhub_kernels.rotary import apply_rope
@@ -229,7 +230,7 @@ def _measure(solved: Solved, held: Sequence[_Window], target: LoadedModel, exact
         regularization=solved.regularization.value,
         attention_cosine=float(layers.mean()),
         attention_cosine_worst=float(layers.min()),
-        kl=kl / positions,
+        kl=within_bounds(kl / positions),
         top1=top1 / positions,
     )
 

@@ -11,6 +11,7 @@ from kvhub.hub import bounds, client
 from kvhub.hub.card import INDEXED, tag
 from kvhub.hub.reference import is_folder
 from kvhub.hub.remote import card_block
+from kvhub.model.identity import MOST
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -143,7 +144,7 @@ def _hit(
         family=str(block.get("family") or "")[:32],
         digest=digest,
         scores=scores,
-        downloads=info.downloads if isinstance(info.downloads, int) else 0,
+        downloads=max(0, min(info.downloads, MOST)) if type(info.downloads) is int else 0,
         modified=info.last_modified if isinstance(info.last_modified, datetime) else None,
         gated=bool(info.gated),
         here=known.get(digest),

@@ -25,11 +25,35 @@ Text = Annotated[
 """A line for people: no control characters, terminal escapes or changes of writing direction."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 
+MOST = 1 << 53
+"""No count in a record is more: what SQLite, PostgreSQL and readers of JSON take without loss."""
+HIGHEST = 1e15
+"""No measured number is further from zero: sums and squares of such numbers are finite."""
+Count = Annotated[int, Field(ge=0, le=MOST)]
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+Whole = Annotated[int, Field(ge=-MOST, le=MOST)]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+Real = Annotated[float, Field(ge=-HIGHEST, le=HIGHEST)]
+Strength = Annotated[float, Field(ge=0, le=1e300)]
+"""Of a ridge."""
+R2 = Annotated[float, Field(ge=-HIGHEST, le=1 + 1e-6)]
+Cosine = Annotated[float, Field(ge=-1 - 1e-6, le=1 + 1e-6)]
+Share = Annotated[float, Field(ge=-1e-6, le=1 + 1e-6)]
+"""R2, cosine and share have room for rounding."""
+
 
 class Record(BaseModel):
-    """Frozen, closed and strict: unknown keys and coerced types are errors."""
+    """Frozen, closed and strict: unknown keys and coerced types are errors.
+
+    Records are read from others, so every number in one has two bounds; a test looks at all of them.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def within_bounds(value: float) -> float:
+    """A number that was measured here, for a record: at most `HIGHEST` from zero; NaN stays NaN."""
+    return max(min(float(value), HIGHEST), -HIGHEST)
 
 
 def canonical_json(value: object) -> bytes:
@@ -72,10 +96,10 @@ class RopeSpec(Record):
     rotary_dim: int = Field(ge=2, le=1024)
     pairing: Literal["half", "interleaved"]
     """`half`: dimension i rotates with i + rotary_dim/2; `interleaved`: 2i with 2i + 1."""
-    attention_factor: float = Field(gt=0)
-    inverse_frequencies: list[float]
-    parameters: dict[str, float | int | str | bool | list[float] | list[int] | None]
-    max_position: int = Field(ge=1)
+    attention_factor: float = Field(gt=0, le=HIGHEST)
+    inverse_frequencies: list[Real]
+    parameters: dict[str, Real | Whole | str | bool | list[Real] | list[Whole] | None]
+    max_position: Positive
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvhub.model.identity import Record, Sha256
+from kvhub.model.identity import MOST, Record, Sha256
 
 
 class MapperPolicy(Record):
@@ -18,12 +18,12 @@ class MapperPolicy(Record):
     """First tokens that are computed, not mapped; None, or less than the mapper's own number: that one."""
     native_tail: int = Field(default=0, ge=0, le=65536)
     """Last tokens of what could be mapped that are computed instead."""
-    min_span: int | None = Field(default=None, ge=1)
+    min_span: int | None = Field(default=None, ge=1, le=MOST)
     """What reuse by this mapper must save at least; None, or less than the server's: the server's."""
     max_hops: int | None = Field(default=None, ge=1, le=8)
     """How many mappers may lie under rows that this one gave, itself included; never more than the
     server's."""
-    max_turn: int | None = Field(default=None, ge=1)
+    max_turn: int | None = Field(default=None, ge=1, le=MOST)
     """The last turn of a conversation that this mapper is used for. A request whose turn is not known
     is a later one."""
 
@@ -31,7 +31,7 @@ class MapperPolicy(Record):
 class Policy(Record):
     """When a server maps."""
 
-    min_span: int = Field(default=64, ge=1)
+    min_span: int = Field(default=64, ge=1, le=MOST)
     """Tokens that reuse must save, or the request stays exact."""
     reuse: Literal["asked", "hinted", "always", "off"] = "asked"
     """asked: requests that ask by kv_hints or custom_params; hinted: by kv_hints only;

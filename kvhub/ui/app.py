@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -15,14 +16,16 @@ from starlette.routing import Route
 
 from kvhub.catalog import explained, files_of, open_registry
 from kvhub.cli.listed import of_row, record, stored
-from kvhub.errors import KvhubError, NotFound
+from kvhub.cli.output import finite
+from kvhub.errors import BadInput, KvhubError, NotFound
 from kvhub.hub.search import local
 from kvhub.settings import Settings
 from kvhub.store.coverage import coverage
 from kvhub.store.lost import lost
 from kvhub.ui import views
 from kvhub.ui.page import STYLE, page
-from kvhub_registry import MapperRow
+from kvhub_registry import MapperRow, NotRegistered, Registry
+from kvhub_registry.errors import Behind
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; img-src 'self'; form-action 'self'; "
@@ -41,29 +44,40 @@ def application(settings: Settings, *, hosts: tuple[str, ...] = LOCAL) -> Starle
     point here (DNS rebinding), and is refused.
     """
 
-    def rows() -> list[MapperRow]:
+    @contextmanager
+    def reading() -> Iterator[Registry]:
+        known: list[str] = []
         try:
             with explained(), open_registry(settings, read_only=True) as registry:
-                return registry.list()
-        except NotFound as error:  # there is no registry at all
-            error.hint = lost(settings, ()) or error.hint
+                try:
+                    yield registry
+                except NotRegistered:
+                    known = [row.digest for row in registry.list()]
+                    raise
+        except NotFound as error:  # no such mapper, or no registry at all
+            if not isinstance(error.__cause__, Behind):
+                error.hint = lost(settings, known) or error.hint
             raise
+
+    def rows() -> list[MapperRow]:
+        with reading() as registry:
+            return registry.list()
 
     def index(request: Request) -> Response:
         query = request.query_params.get("q", "")[:200]
         every = rows()
         table = coverage(every, family=request.query_params.get("family"))
         missed = lost(settings, (row.digest for row in every))
-        return HTMLResponse(views.index(table, local(every, query), query, missed))
+        return HTMLResponse(views.index(table, local(every, query), query, missed, any_model=bool(every)))
 
     def mapper(request: Request) -> Response:
-        with explained(), open_registry(settings, read_only=True) as registry:
+        with reading() as registry:
             row = registry.get(request.path_params["ref"])
             history = registry.history(row.digest)
         return HTMLResponse(views.mapper(row, history, settings))
 
     def asset(request: Request) -> Response:
-        with explained(), open_registry(settings, read_only=True) as registry:
+        with reading() as registry:
             row = registry.get(request.path_params["ref"])
         name = request.path_params["name"]
         if name not in views.pictures(row, settings):
@@ -72,9 +86,8 @@ def application(settings: Settings, *, hosts: tuple[str, ...] = LOCAL) -> Starle
 
     def listing(request: Request) -> Response:
         here = stored()
-        return JSONResponse(
-            [record(of_row(row), here) for row in local(rows(), request.query_params.get("q", "")[:200])]
-        )
+        found = local(rows(), request.query_params.get("q", "")[:200])
+        return JSONResponse(finite([record(of_row(row), here) for row in found]))
 
     def style(_request: Request) -> Response:
         return Response(STYLE, media_type="text/css")
@@ -104,10 +117,17 @@ def _threaded(answer: Callable[[Request], Response]) -> Callable[[Request], Awai
             from html import escape
 
             text = f"<p>{escape(error.message)}</p><p class=note>{escape(error.hint)}</p>"
-            status = 404 if isinstance(error, NotFound) else 500
-            return HTMLResponse(page("Not here" if status == 404 else "Not now", text), status)
+            status, title = _status(error)
+            return HTMLResponse(page(title, text), status)
 
     return endpoint
+
+
+def _status(error: KvhubError) -> tuple[int, str]:
+    """Of what cannot be shown: HTTP status and the heading of the page."""
+    if isinstance(error, NotFound):
+        return 404, "Not here"
+    return (400, "Which one?") if isinstance(error, BadInput) else (500, "Not now")
 
 
 async def _headers(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:

@@ -20,7 +20,7 @@ def test_a_hundred_cases(hub: LoopbackHub, home: Settings, tmp_path: Path) -> No
         found = Counter(fuzz.case(number) for number in range(100))
     refused = sum(count for outcome, count in found.items() if outcome.startswith("refused"))
     assert refused >= 60, found
-    assert fuzz.delivered == fuzz.hub_cases == 33
+    assert fuzz.delivered == fuzz.hub_cases == 25
     assert found["refused: KvhubError"] <= 3, found
     assert corpus.outside(tmp_path / "fuzz", fuzz.settings.home) == before
     left = {path.name for path in fuzz.settings.mappers.glob("*")}

@@ -88,6 +88,45 @@ def manifest(good: bytes, number: int) -> bytes:
     return garble(good, draw)
 
 
+NUMBERS = (
+    10**30,
+    2**63,
+    2**63 - 1,
+    2**53 + 1,
+    -(2**63) - 1,
+    -1,
+    0,
+    1e308,
+    -1e308,
+    1.7e308,
+    1e300,
+    1e16,
+    1e13,
+)
+
+
+def numbers(good: Any, draw: random.Random) -> Any:
+    """Well-formed JSON with one number, or all of one list of numbers, that none should be."""
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    content, bad = copy.deepcopy(good), draw.choice(NUMBERS)
+    found = []
+    for *way, key in places(content):
+        inner = content
+        for step in way:
+            inner = inner[step]
+        value = inner[key]
+        if key != "schema_version" and (
+            is_number(value) or (isinstance(value, list) and value and all(map(is_number, value)))
+        ):
+            found.append((inner, key))
+    inner, key = draw.choice(found)
+    inner[key] = [bad] * len(inner[key]) if isinstance(inner[key], list) else bad
+    return content
+
+
 def weights(good: bytes, number: int) -> bytes:
     """A hostile safetensors file."""
     draw = random.Random(f"weights {number}")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import random
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from loopback_hub import LoopbackHub
+from loopback_hub.store import Repo
 from starlette.requests import Request
 from starlette.responses import Response
 from support import corpus
@@ -18,16 +21,22 @@ from support.published import publishable
 from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.open import open_tensors
 from kvhub.artifact.read import verify_artifact
-from kvhub.errors import KvhubError
+from kvhub.catalog import explained, open_registry
+from kvhub.cli.listed import of_row, record
+from kvhub.errors import Corrupt, Incompatible, KvhubError
 from kvhub.hub import client
 from kvhub.hub.pull import fetch
 from kvhub.hub.push import push
 from kvhub.hub.reference import parse
 from kvhub.hub.search import search
+from kvhub.model.identity import canonical_json
 from kvhub.settings import Settings
+from kvhub.store.recover import put_back
+from kvhub_registry import MapperRow
 
-KINDS = ("manifest", "weights", "hub")
+KINDS = ("manifest", "weights", "hub", "numbers")
 REPO = "tester/mapper"
+NUMBERS = "tester/numbers"
 
 
 class Fuzz:
@@ -83,10 +92,60 @@ class Fuzz:
             path.write_bytes(good)
         return "the same"
 
-    def _hub(self, number: int) -> str:
+    def _numbers(self, number: int) -> str:
+        """Manifest or evidence, canonical, with a number that cannot be: to pull, and to register."""
+        self._publish()
+        draw, files = random.Random(f"numbers {number}"), {}
+        for name in ("manifest.json", "evidence.json"):
+            files[name] = (self.artifact / name).read_bytes()
+        found = {name: json.loads(data) for name, data in files.items()}
+        name = draw.choice(sorted(found))
+        found[name] = corpus.numbers(found[name], draw)
+        bad = {"manifest.json": canonical_json(found["manifest.json"]) + b"\n"}
+        digest = hashlib.sha256(bad["manifest.json"]).hexdigest()
+        bad["evidence.json"] = canonical_json(found["evidence.json"] | {"mapper": digest}) + b"\n"
+        tree = self.hub.store.repos[REPO].head.tree
+        self.hub.store.repos[NUMBERS] = repo = Repo(NUMBERS)
+        repo.add(tree | {path: self.hub.store.put(data) for path, data in bad.items()}, "hostile")
+        try:
+            for path, data in bad.items():
+                (self.artifact / path).write_bytes(data)
+            rows = [
+                self._kept(digest, lambda: put_back(self.artifact, self.settings)),
+                self._kept(digest, lambda: fetch(NUMBERS, None, self.settings)),
+            ]
+        finally:
+            for path, data in files.items():
+                (self.artifact / path).write_bytes(data)
+        assert rows[0] == rows[1], (number, rows)
+        return rows[1]
+
+    def _kept(self, digest: str, take: Callable[[], MapperRow]) -> str:
+        """What becomes of a mapper: refused with nothing left, or one that programs can read of."""
+        before = digest == self.manifest.digest
+        try:
+            row = take()
+        except KvhubError as error:
+            assert error.message.isprintable() and len(error.message) < 1000, error.message
+            assert type(error) in (Corrupt, Incompatible), error
+            if not before:
+                assert not (self.settings.mappers / digest).exists()
+                with explained(), open_registry(self.settings) as registry:
+                    assert digest not in {row.digest for row in registry.list()}
+            return f"refused: {type(error).__name__}"
+        json.dumps([record(of_row(row)), *(score.model_dump() for score in row.scores)], allow_nan=False)
+        with explained(), open_registry(self.settings) as registry:
+            registry.remove(row.digest)
+        shutil.rmtree(self.settings.mappers / digest, ignore_errors=True)
+        return "another mapper"
+
+    def _publish(self) -> None:
         if not self.hub_ready:
             push(self.artifact, REPO, settings=self.settings)
             self.hub_ready = True
+
+    def _hub(self, number: int) -> str:
+        self._publish()
         for left in (self.settings.mappers, self.settings.home / "blobs"):  # else nothing is fetched
             shutil.rmtree(left, ignore_errors=True)
         tree = self.hub.store.repos[REPO].head.tree

@@ -33,7 +33,7 @@ from kvhub.fit.settings import FitSettings
 from kvhub.fit.side import Side
 from kvhub.fit.solve import Solved
 from kvhub.fit.store import checksum, write_tensors
-from kvhub.model.identity import Geometry
+from kvhub.model.identity import Geometry, within_bounds
 from kvhub.model.placement import input_device
 
 OBJECTIVE = "kl-through-target"
@@ -247,7 +247,7 @@ def _check(
 def _record(state: _State, how: Distill, tail: int, seed: int) -> Training:
     parts = min(CURVE, how.steps)
     edges = [how.steps * part // parts for part in range(parts + 1)]
-    curve = [sum(state.curve[a:b]) / (b - a) for a, b in pairwise(edges)]
+    curve = [within_bounds(sum(state.curve[a:b]) / (b - a)) for a, b in pairwise(edges)]
     judged = state.best > 0
     return Training(
         objective=OBJECTIVE,
@@ -256,8 +256,8 @@ def _record(state: _State, how: Distill, tail: int, seed: int) -> Training:
         batch=how.batch,
         seed=seed,
         tail=tail,
-        before=state.checks[0] if judged else None,
-        after=state.best if judged else None,
+        before=within_bounds(state.checks[0]) if judged else None,
+        after=within_bounds(state.best) if judged else None,
         curve=curve,
     )
 
