@@ -37,6 +37,9 @@ if TYPE_CHECKING:  # listing needs none of these, and they cost a tenth of a sec
     from kvhub.model.identity import ModelIdentity
     from kvhub_registry import Registry
 
+PROPOSAL = "refs/pr/"
+"""How the revisions of a Hub begin that hold what somebody proposes to a repository."""
+
 _MEANING: tuple[tuple[type[RegistryError], type[KvhubError]], ...] = (
     (BadAddress, BadInput),
     (Ambiguous, BadInput),
@@ -131,10 +134,14 @@ def record_location(
     """Note where a mapper is on the Hub, under names that find it again without the Hub.
 
     `org/name@revision` where it came by a branch or a tag; `org/name` where it came without a
-    revision, or where that name meant nothing yet.
+    revision, or where that name meant nothing yet. A proposal (`refs/pr/N`) is no place before it is merged:
+    it has the name with its revision, and neither location nor `org/name`.
     """
     why = f"{'pushed' if location.pushed else 'pulled'} {location.commit[:8]}"
     with explained(), open_registry(settings) as registry:
+        if revision and revision.startswith(PROPOSAL):
+            registry.set_alias(f"{location.repo_id}@{revision}", digest, why)
+            return
         registry.add_location(digest, location)
         if revision and not location.commit.startswith(revision):
             registry.set_alias(f"{location.repo_id}@{revision}", digest, why)
@@ -204,6 +211,9 @@ def _way_to_files(row: MapperRow, settings: Settings) -> str:
     if row.locations:
         place = row.locations[-1]
         return f"kvhub pull {place.repo_id}@{place.commit[:12]} fetches them, kvhub rm forgets the mapper"
+    proposed = next((name for name in row.aliases if f"@{PROPOSAL}" in name), None)
+    if proposed:
+        return f"kvhub pull {proposed} fetches them, kvhub rm forgets the mapper"
     if not settings.database_url.startswith("sqlite"):
         return (
             f"the registry is shared: the machine that has them can kvhub push, or copy them to "

@@ -10,7 +10,7 @@ from kvhub.cli import output
 from kvhub.cli.listed import say_lost
 from kvhub.cli.output import Column
 from kvhub.errors import BadInput
-from kvhub.store.coverage import STANDINGS, Cell, Coverage, coverage, today
+from kvhub.store.coverage import STANDINGS, Cell, Coverage, coverage, today, unknown
 
 
 @click.command()
@@ -46,9 +46,11 @@ def command(
     revisions = {}
     for text in served:
         name, separator, revision = text.partition("=")
-        if not separator or not name or not revision:
+        if not separator or not name.strip() or not revision.strip():
             raise BadInput(f"{text!r} is not MODEL=REVISION", "--served qwen3-8b=COMMIT")
         revisions[name] = revision
+    if not all(name.strip() for name in models):
+        raise BadInput("--model needs the name of a model", "--model qwen3-8b")
     if (form == "png") != (path is not None):
         raise BadInput(
             "a picture needs both --format png and --output FILE", "kvhub matrix --format png --output a.png"
@@ -57,6 +59,8 @@ def command(
         rows = registry.list()
     table = coverage(rows, family=family, models=models, served=revisions)
     missed = not rows and say_lost(())
+    for name in unknown(rows, models, revisions):
+        output.note(f"--served {name}: no mapper here is from or to a model of that name")
     if form == "json":
         output.as_json(record(table))
     elif not table.models:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import click
 
 from kvhub.cli import output
+from kvhub.cli.listed import say_lost
 from kvhub.cli.output import Column
 
 if TYPE_CHECKING:
-    from kvhub.store.planning import Need
+    from kvhub.store.planning import Need, Shape
 
 COLUMNS = (
     Column("source", "SOURCE"),
@@ -45,7 +46,14 @@ def command(models: tuple[str, ...], k: int, support: str, dtype: str, form: str
 
     with explained(), reading_registry() as registry:
         rows = registry.list()
-    shapes = [shape_of(ref, rows) for ref in models]
+    say_lost(row.digest for row in rows)
+    named: dict[str, tuple[str, Shape]] = {}
+    for ref in models:
+        shape = shape_of(ref, rows)
+        first, _ = named.setdefault(shape.name.casefold(), (ref, shape))
+        if first != ref:
+            output.note(f"{ref} and {first} are one model, {shape.name}")
+    shapes = [shape for _, shape in named.values()]
     needs = plan(shapes, rows, k=k, support=support, itemsize=2 if dtype == "bfloat16" else 4)
     missing = [need for need in needs if need.existing is None]
     if form == "json":

@@ -33,11 +33,14 @@ def command(mapper: str, yes: bool) -> None:
     from kvhub.store.removal import remove
 
     directory = files_of(row)
+    there = directory.exists()
     freed = Links(Settings.load()).freed(directory)
     deleted = remove(row)
     click.echo(output.clean(f"removed {what}"))
     if not deleted:
         output.note(f"its files stay in {directory}")
+    elif not there:
+        output.note("its files were gone already")
     elif freed < row.size:
         output.note(f"{output.size(freed)} freed; other mappers have the rest")
     else:

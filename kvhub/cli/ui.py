@@ -30,6 +30,7 @@ def command(host: str, port: int, hosts: tuple[str, ...]) -> None:
 
     from kvhub.settings import Settings
 
+    settings = Settings.load()  # refuses a home that can be none, before an address is printed
     try:
         import uvicorn
 
@@ -48,7 +49,7 @@ def command(host: str, port: int, hosts: tuple[str, ...]) -> None:
     click.echo(f"http://{f'[{host}]' if ':' in host else host}:{bound}")
     if not hosts and host not in ("127.0.0.1", "::1", "localhost"):
         output.note("only requests for a loopback name are answered; --allow-host NAME adds one")
-    app = application(Settings.load(), hosts=(*LOCAL, *hosts))
+    app = application(settings, hosts=(*LOCAL, *hosts))
     with listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", server_header=False))
         server.run(sockets=[listener])

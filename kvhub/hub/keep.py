@@ -16,7 +16,7 @@ from kvhub.artifact.layout import EVIDENCE, EVIDENCE_LIMIT, SIGNATURE
 from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.read import verify_artifact
 from kvhub.catalog import record_location
-from kvhub.errors import Corrupt, KvhubError
+from kvhub.errors import Corrupt, KvhubError, NotFound
 from kvhub.evaluation.evidence import Evidence
 from kvhub.hub import store
 from kvhub.hub.remote import Remote
@@ -41,6 +41,8 @@ def keep(staged: Path, final: Path, manifest: Manifest, remote: Remote, settings
         # Again, under the lock: another pull of the same mapper may have been first.
         fresh = not is_complete(final, manifest)
         if fresh and not (staged / "config.json").exists():
+            if not final.exists():  # kvhub rm or gc was quicker
+                raise NotFound(f"{final.name[:12]} was removed from the store meanwhile", "pull again")
             raise Corrupt(f"{final.name[:12]} was damaged in the store meanwhile", "run the command again")
         # A pull that was killed while it replaced a damaged directory has left that aside.
         before = final if final.exists() else store.aside(final)

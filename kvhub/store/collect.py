@@ -162,7 +162,7 @@ def _is_stray(path: Path, known: set[Path]) -> bool:
 def _may_go(row: MapperRow, settings: Settings, drafts: bool, grace: float) -> bool:
     if not inside(files_of(row, settings), settings.mappers):
         return False  # its files are somebody's own
-    if _is_shared(settings) and not (settings.mappers / row.digest).is_dir():
+    if is_shared(settings) and not (settings.mappers / row.digest).is_dir():
         return False  # of another machine, whose locks and processes are not seen from here
     return _is_done(row, drafts, grace)
 
@@ -174,7 +174,7 @@ def _is_done(row: MapperRow, drafts: bool, grace: float) -> bool:
     return drafts and row.state is State.DRAFT and time.time() - row.changed.timestamp() > grace
 
 
-def _is_shared(settings: Settings) -> bool:
+def is_shared(settings: Settings) -> bool:
     """Whether other homes may have their mappers in this registry, too."""
     return settings.database_file != settings.home / "registry.db"
 
@@ -221,7 +221,7 @@ def _together(
     grace: float,
 ) -> bool:
     """Delete mappers in one transaction; False where the disk is full and they would not make room for it."""
-    shared = _is_shared(settings)
+    shared = is_shared(settings)
 
     def reason_to_stay(now: MapperRow) -> str:
         """Asked again at the last moment: promote, alias and lock do not wait for us."""

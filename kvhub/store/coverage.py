@@ -103,6 +103,13 @@ def coverage(
     return Coverage([names[key] for key in keys], cells)
 
 
+def unknown(rows: Sequence[MapperRow], models: Iterable[str], served: Iterable[str]) -> list[str]:
+    """Names in `served` that neither a row nor `models` has: what they say changes nothing."""
+    names = {_key(model.name): model.name for row in rows for model in (row.source, row.target)}
+    names |= {_meant(name, names): name for name in models}
+    return [name for name in served if _meant(name, names) not in names]
+
+
 @dataclass(frozen=True)
 class Current:
     """What is served of a model, or newest: its revision, and the identities that are known at it."""

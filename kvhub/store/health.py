@@ -77,6 +77,9 @@ def _home(settings: Settings) -> Finding:
         return Finding("home", "ok", f"{home} (not made yet)")
     if not os.access(home, os.W_OK | os.X_OK):
         return Finding("home", "FAILS", f"{home} may not be written", "chown it, or set KVHUB_HOME")
+    for place in (settings.mappers, home / "blobs"):
+        if os.path.lexists(place) and not place.is_dir():
+            return Finding("home", "FAILS", f"{place} is not a directory", "move it away")
     if home.stat().st_mode & 0o022:
         return Finding("home", "warns", f"{home} may be written by others", f"chmod go-w {home}")
     return Finding("home", "ok", str(home))
@@ -108,20 +111,27 @@ def _registry(settings: Settings) -> Finding:
 def _mappers(settings: Settings) -> Finding:
     from kvhub.artifact.read import verify_artifact
     from kvhub.catalog import explained, files_of, reading_registry
+    from kvhub.store.collect import is_shared
 
     with explained(), reading_registry(settings) as registry:
         rows = registry.list(state="ready")
-    broken = []
+    shared = is_shared(settings)
+    broken, elsewhere = [], 0
     for row in rows:
+        directory = files_of(row, settings)
+        if shared and not directory.exists():
+            elsewhere += 1  # on the machine that has registered it
+            continue
         try:
-            if verify_artifact(files_of(row, settings), deep=False).digest != row.digest:
+            if verify_artifact(directory, deep=False).digest != row.digest:
                 broken.append(row.digest[:12])
         except KvhubError:
             broken.append(row.digest[:12])
     if broken:
         advice = "kvhub verify says what is wrong; kvhub pull fetches them again"
         return Finding("mappers", "FAILS", f"ready but damaged: {', '.join(broken[:5])}", advice)
-    return Finding("mappers", "ok", f"{len(rows)} ready, names and sizes agree")
+    others = f"; the files of {elsewhere} more are on other machines" if elsewhere else ""
+    return Finding("mappers", "ok", f"{len(rows) - elsewhere} ready, names and sizes agree{others}")
 
 
 def _store(settings: Settings) -> Finding:

@@ -76,10 +76,17 @@ def shape_of(ref: str, rows: Sequence[MapperRow]) -> Shape:
 def plan(
     shapes: Sequence[Shape], rows: Sequence[MapperRow], *, k: int, support: str = "full", itemsize: int = 2
 ) -> list[Need]:
-    """Every ordered pair of `shapes`. k: source layers per target layer. Errors: `BadInput`."""
-    if len({shape.name.casefold() for shape in shapes}) < 2:
+    """Every ordered pair of `shapes`, each of which counts once. k: source layers per target layer.
+
+    Errors: `BadInput`.
+    """
+    once: dict[str, Shape] = {}
+    for shape in shapes:
+        once.setdefault(shape.name.casefold(), shape)
+    shapes = list(once.values())
+    if len(shapes) < 2:
         raise BadInput("a plan needs two models at least", "kvhub plan MODEL MODEL")
-    return [_need(s, t, rows, k, support, itemsize) for s in shapes for t in shapes if s.name != t.name]
+    return [_need(s, t, rows, k, support, itemsize) for s in shapes for t in shapes if s is not t]
 
 
 def _need(

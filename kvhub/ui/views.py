@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from kvhub.evaluation.evidence import Evidence
 
 
-def index(coverage: Coverage, rows: Sequence[MapperRow], query: str, missed: str = "") -> str:
-    """The matrix, the search field and what it found. missed: one line of mappers that are not registered."""
+def index(coverage: Coverage, rows: Sequence[MapperRow], query: str, missed: str, *, any_model: bool) -> str:
+    """The matrix, the search field and what it found. missed: one line of mappers that are not registered.
+
+    any_model: whether there are models at all, although the matrix may show none.
+    """
     form = (
         '<form method="get" action="/"><label for="q">Find </label>'
         f'<input id="q" name="q" value="{escape(query)}" placeholder="model, alias, repository or digest"> '
@@ -47,11 +50,15 @@ def index(coverage: Coverage, rows: Sequence[MapperRow], query: str, missed: str
     heads = ("digest", "source", "target", "state", "top-1", "cosine", "gap recovered", "size", "names")
     listing = table(heads, found, numbers=(4, 5, 6, 7)) if found else '<p class="note">no mapper matches</p>'
     note = [f'<p class="failing">{escape(missed)}</p>'] if missed else []
-    return page("Mappers", *note, matrix(coverage), "<h2>All mappers</h2>", form, listing)
+    return page(
+        "Mappers", *note, matrix(coverage, any_model=any_model), "<h2>All mappers</h2>", form, listing
+    )
 
 
-def matrix(coverage: Coverage) -> str:
+def matrix(coverage: Coverage, *, any_model: bool) -> str:
     """The directed table; rows are sources."""
+    if not coverage.models and any_model:
+        return '<p class="note">no models match</p>'
     if not coverage.models:
         return '<p class="note">no mappers yet: kvhub fit makes one, kvhub pull fetches one</p>'
     names = coverage.headings()

@@ -23,6 +23,10 @@ class NotRegistered(RegistryError):
     """No mapper, or no database, answers to this name."""
 
 
+class Behind(NotRegistered):
+    """The database is of an older kvhub, and was opened only to read."""
+
+
 class Ambiguous(RegistryError):
     """A reference fits several mappers; `candidates` are their digests."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from sqlalchemy import Connection, Engine, inspect, text
 
 from kvhub_registry.connect import reading, where, writing
-from kvhub_registry.errors import Damaged, NotRegistered, TooNew
+from kvhub_registry.errors import Behind, Damaged, NotRegistered, TooNew
 from kvhub_registry.version import HEAD, VERSION_TABLE
 
 __all__ = ["HEAD", "VERSION_TABLE", "current", "ensure"]
@@ -28,7 +28,9 @@ def ensure(engine: Engine, *, read_only: bool = False) -> None:
     if found == HEAD:
         return
     if read_only:
-        raise NotRegistered(f"the registry at {place} is not up to date", "run kvhub list once to upgrade it")
+        if found is None:
+            raise NotRegistered(f"the registry at {place} is empty", "kvhub fit or kvhub pull makes one")
+        raise Behind(f"the registry at {place} is not up to date", "run kvhub list once to upgrade it")
     with writing(engine) as session:
         connection = session.connection()
         found = current(connection)  # again, under the lock: another process may have been first

@@ -64,6 +64,11 @@ def test_a_newer_revision_makes_mappers_stale(shell, family: dict[str, str]) -> 
     assert stale == {family["ready"], family["draft"]}
     assert found["counts"]["missing"] == 2 + 6  # and the model that nobody has mapped yet
     shell.run("matrix", "--served", "nonsense", code=2)
+    shell.run("matrix", "--served", " =a", code=2)
+    shell.run("matrix", "--model", "", code=2)
+    typo = ("matrix", "--served", "qwen3-14b=bbbb", "--served", "nope=abc")
+    assert shell.run(*typo).stderr.startswith("--served nope: no mapper here")
+    assert "--served" not in shell.run(*typo, "--model", "org/nope").stderr
     unchanged = json.loads(shell.run("matrix", "--served", "qwen3-14b=aaaa", "--format", "json").stdout)
     assert unchanged["counts"]["stale"] == 0
 
@@ -135,3 +140,12 @@ def test_search_is_one_request(shell, hub: LoopbackHub, tmp_path: Path) -> None:
         (row,) = json.loads(shell.run("search", "qwen3", *arguments, "--format", "json", **more).stdout)
         assert (row["repository"], row["here"]) == ("tester/two", "ready")
     assert hub.log == []
+
+
+def test_a_plan_counts_a_model_once(shell, family: dict[str, str]) -> None:  # type: ignore[no-untyped-def]
+    small, middle, _ = QWEN
+    once = shell.run("plan", small, middle, "--format", "json")
+    again = shell.run("plan", small, "qwen3-8b", middle, small, "--format", "json")
+    assert json.loads(again.stdout) == json.loads(once.stdout) and once.stderr == ""
+    assert again.stderr == f"qwen3-8b and {small} are one model, {small}\n"
+    shell.run("plan", small, "qwen3-8b", code=2)

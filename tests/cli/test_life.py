@@ -94,7 +94,8 @@ def test_a_lock_gives_the_same_bytes_elsewhere_and_offline(shell, hub: LoopbackH
 def test_lock_needs_the_hub(shell) -> None:  # type: ignore[no-untyped-def]
     digest = stored(shell.settings).digest
     assert "kvhub push" in shell.run("lock", digest, code=2).stderr
-    shell.run("lock", code=2)
+    said = shell.run("lock", code=2).stderr
+    assert f"on no Hub: {digest[:12]}" in said and "kvhub push" in said
 
 
 def test_what_is_here_works_offline(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -128,6 +129,38 @@ def test_a_proposal(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: i
     assert "is on no Hub" in shell.run("lock", proposed, code=2).stderr
     assert manifest.digest in shell.run("pull", f"{REPO}@refs/pr/1").stdout
     shell.run("push", tmp_path / "new", "tester/absent", "--create-pr", code=3)
+
+
+def test_a_proposal_that_is_pulled(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """It is no place of the mapper either: not before main is pulled, and not after."""
+    old = publishable(tmp_path / "old")
+    manifest = publishable(tmp_path / "new", seed=4)
+    shell.run("push", tmp_path / "old", REPO)
+    head = hub.store.repos[REPO].head.sha
+    shell.run("push", tmp_path / "new", REPO, "--create-pr")
+    reader = type(shell)(shell.environment | {"KVHUB_HOME": str(tmp_path / "reader")})
+    proposed = f"{REPO}@refs/pr/1"
+
+    def locations(name: str) -> list[str]:
+        found = json.loads(reader.run("info", name, "--format", "json").stdout)
+        return [place["commit"] for place in found["locations"]]
+
+    assert f"{manifest.digest}  " in reader.run("pull", proposed).stdout
+    assert locations(proposed) == locations(manifest.digest) == []
+    reader.run("info", REPO, code=3)
+    lock = tmp_path / "reader.lock"
+    assert "on no Hub: " in reader.run("lock", "-o", lock, code=2).stderr
+    assert manifest.digest in reader.run("pull", proposed, HF_HUB_OFFLINE="1").stdout
+    reader.run("pull", REPO)
+    reader.run("pull", proposed)
+    assert old.digest in reader.run("info", REPO).stdout
+    said = reader.run("lock", "-o", lock)
+    assert [(entry["digest"], entry["commit"]) for entry in json.loads(lock.read_text())["mappers"]] == [
+        (old.digest, head)
+    ]
+    assert f"on no Hub: {manifest.digest[:12]}" in said.stderr
+    shutil.rmtree(reader.settings.mappers / manifest.digest)
+    assert f"kvhub pull {proposed}" in reader.run("verify", manifest.digest, code=3).stderr
     shell.run("push", tmp_path / "new", REPO, "--create-pr", "--tag", "v1", code=2)
 
 

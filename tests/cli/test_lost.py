@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ def test_a_lost_registry_is_said_by_what_shows_mappers(shell, how: str) -> None:
     for command in (("info", digest[:12]), ("verify", "prod"), ("diff", digest, "x")):
         assert said in shell.run(*command, code=3).stderr, command
     assert said in shell.run("lock", code=2).stderr
+    assert said in shell.run("plan", "org/small", "org/large", code=5).stderr
     shell.run("register", digest[:12])
     assert "1 mapper in " in shell.run("list").stderr
     shell.run("register")
@@ -143,3 +145,25 @@ def test_rm_frees_what_nobody_else_has(shell) -> None:  # type: ignore[no-untype
     assert " freed" in done.stderr
     assert list((shell.settings.home / "blobs").iterdir()) == []
     assert shell.run("gc", "--grace", "0").stderr.startswith("0 deleted")
+
+
+@pytest.mark.parametrize("what", ["mappers", "blobs"])
+def test_doctor_sees_a_file_where_the_store_should_be(shell, what: str) -> None:  # type: ignore[no-untyped-def]
+    shell.settings.home.mkdir()
+    (shell.settings.home / what).touch()
+    assert f"/{what} is not a directory" in shell.run("doctor", "--no-hub", code=1).stdout
+
+
+def test_rm_of_a_row_without_files(shell) -> None:  # type: ignore[no-untyped-def]
+    digest = stored(shell.settings, 1).digest
+    shutil.rmtree(shell.settings.mappers / digest)
+    said = shell.run("rm", digest, "--yes").stderr
+    assert "its files were gone already" in said and "other mappers" not in said
+    shell.run("info", digest, code=3)
+
+
+def test_ui_refuses_a_home_before_it_says_where_it_is(shell, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("starlette")
+    (tmp_path / "file").touch()
+    done = shell.run("ui", "--port", "0", code=2, KVHUB_HOME=str(tmp_path / "file"))
+    assert done.stdout == "" and "is not a directory" in done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from loopback_hub import LoopbackHub
 from support.published import flipped, make_evidence
@@ -10,9 +12,11 @@ from kvhub.artifact.evidence import read_evidence, write_evidence
 from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.read import verify_artifact
 from kvhub.catalog import demote, find, open_registry, record_evidence
-from kvhub.errors import Corrupt
+from kvhub.errors import Corrupt, NotFound
+from kvhub.hub import pull as pulling
 from kvhub.hub.pull import fetch, pull
 from kvhub.settings import Settings
+from kvhub.store.removal import remove
 from kvhub_registry import State
 
 REPO = "tester/mapper"
@@ -71,6 +75,23 @@ def test_a_date_that_is_yet_to_come_is_not_newer(
     right = make_evidence(published, top1=0.9)
     hub.store.put_file(REPO, "evidence.json", right.to_bytes())
     assert fetch(REPO).score("top1") == 0.9
+
+
+def test_a_mapper_that_is_removed_during_its_pull(
+    published: Manifest, home: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was complete when the pull looked is gone when it would keep it: that is no damage."""
+    pull(REPO)
+    real = pulling.keep
+
+    def removed(*arguments: Any) -> None:
+        remove(find(published.digest, home), home)
+        real(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(NotFound, match="was removed from the store"):
+        patch.setattr(pulling, "keep", removed)
+        pull(REPO)
+    assert verify_artifact(pull(REPO), deep=True) == published
 
 
 @pytest.mark.parametrize("step", ["record_location", "judge"])

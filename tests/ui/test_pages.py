@@ -136,6 +136,28 @@ def test_mappers_that_the_registry_lost_are_said(tmp_path: Path) -> None:
     assert "are not registered: kvhub register puts them back" in client.get("/").text
     stored(home, 3, source="Qwen/Qwen3-8B", target="Qwen/Qwen3-14B")  # a new registry, of one
     assert "2 mappers in" in client.get("/").text
+    assert "2 mappers in" in client.get("/mapper/ffffffff").text
+    for part in ("-wal", "-shm"):
+        (tmp_path / f"registry.db{part}").unlink(missing_ok=True)
+    (tmp_path / "registry.db").write_bytes(b"")
+    for page in ("/", "/mapper/ffffffff"):
+        found = client.get(page)
+        assert found.status_code == 404 and "is empty" in found.text and "3 mappers in" in found.text
+
+
+def test_what_does_not_match_and_what_fits_several(tmp_path: Path) -> None:
+    from starlette.testclient import TestClient
+
+    from kvhub.ui.app import application
+
+    home = Settings(tmp_path, f"sqlite:///{tmp_path}/registry.db", False)
+    pair = {"source": "Qwen/Qwen3-8B", "target": "Qwen/Qwen3-32B"}
+    made = [stored(home, seed, **pair) for seed in (1, 2)]
+    client = TestClient(application(home), base_url="http://localhost")
+    for page in ("/?family=zzz", "/?family=zzz&q=x"):
+        assert "no models match" in client.get(page).text and "no mappers yet" not in client.get(page).text
+    found = client.get("/mapper/qwen3-8b->qwen3-32b")
+    assert found.status_code == 400 and all(one.digest[:12] in found.text for one in made)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt install chromium)")
