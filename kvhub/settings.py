@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlsplit
 
 from platformdirs import user_data_path
 
@@ -60,6 +60,21 @@ class Settings:
 def sqlite_url(path: Path) -> str:
     """The URL of a SQLite file: a `?` or `%` in its path is a part of the name and nothing else."""
     return _SQLITE + quote(os.fsencode(path))
+
+
+def demand_endpoint() -> None:
+    """Refuse (`BadInput`) an HF_ENDPOINT that is no address: some let the import of the client fail."""
+    given = os.environ.get("HF_ENDPOINT", "")
+    if not given:
+        return
+    try:
+        parts = urlsplit(given)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        good = False
+    if not (good and given.isascii() and given.isprintable() and " " not in given):
+        plain = "".join(letter if letter.isprintable() else "?" for letter in given[:160])
+        raise BadInput(f"HF_ENDPOINT is {plain!r}, which is no address of a Hub", "https://HOST, or unset it")
 
 
 def _demand_directory(home: Path) -> None:

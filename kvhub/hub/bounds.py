@@ -1,4 +1,4 @@
-"""What a Hub may send and ask for: bytes of an answer and of a file, one page, a wait.
+"""What a Hub may send and ask for: bytes of an answer and of a file, one page, a wait (and see `waits`).
 
 A Hub is believed in nothing, so nothing that it sends is without end: a JSON answer has `ANSWER_LIMIT` bytes,
 a file those that were listed, a listing one page. The session is httpx or httpx2, by the client's version;
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvhub.errors import Corrupt
+from kvhub.hub import waits
 from kvhub.hub.parallel import end_if_stopped
 
 ANSWER_LIMIT = 16 << 20
@@ -42,6 +44,8 @@ class Task:
     """A listing: its first page, and no attempts of the client's own below those of `ask`."""
     more: bool = False
     """Whether a listing of one page had a next one."""
+    lost: float = 0.0
+    """Seconds of waits in vain since something came."""
 
 
 _task: ContextVar[Task | None] = ContextVar("kvhub_hub_task", default=None)
@@ -94,14 +98,17 @@ def bounded(session: Any) -> Any:
 
     def checked(request: Any, *, stream: bool = False, **rest: Any) -> Any:
         end_if_stopped()
-        token = _streamed.set(stream)
+        token, begun = _streamed.set(stream), time.monotonic()
         try:
-            return send(request, stream=stream, **rest)
+            with waits.until(waits.limit(request, stream=stream)):
+                return send(request, stream=stream, **rest)
         except Exception as error:
+            _in_vain(begun)
             raise _once(error) from error
         finally:
             _streamed.reset(token)
 
+    waits.watch(session)
     session.send = checked
     # Those of which 64 kB cannot become gigabytes.
     session.headers["Accept-Encoding"] = "gzip, deflate"
@@ -117,16 +124,23 @@ def _once(error: Exception) -> Exception:
     doing = _task.get()
     lost = isinstance(error, HTTPError) and getattr(error, "response", None) is None
     if doing is not None and doing.one_page and lost:
-        return ConnectionError(str(error))
+        return TimeoutError(str(error)) if "Timeout" in type(error).__name__ else ConnectionError(str(error))
     return error
+
+
+def _in_vain(begun: float) -> None:
+    doing = _task.get()
+    if doing is not None:
+        doing.lost += time.monotonic() - begun
 
 
 def _received(response: Any) -> None:
     """Called with every answer, before its body is read; also with those that lead elsewhere."""
     doing = _task.get()
     file = _streamed.get() and 200 <= response.status_code < 300
-    if file and doing is None:
-        return  # files of models, which are no task of ours
+    if file and doing is None:  # files of models, which are no task of ours
+        _end(response, None, "")
+        return
     what = doing.what if doing is not None else "the Hub"
     if response.headers.get("Content-Encoding", "").strip().lower() not in _CODINGS:
         raise Corrupt(f"an answer of the Hub for {what} is packed as nobody asked", "check HF_ENDPOINT")
@@ -146,6 +160,8 @@ def _received(response: Any) -> None:
         asked = int(begun[2]) + 1 - int(begun[1]) if begun and begun[2] else 0
         limit = max(ANSWER_LIMIT, asked)
         _end(response, limit, f"an answer of the Hub for {what} is larger than {limit} bytes")
+    elif doing is not None and doing.size is None:
+        _end(response, None, "")
     elif doing is not None and doing.size is not None:
         here = int(begun[1]) if begun and response.status_code == 206 else 0
         _end(response, max(0, doing.size - here), _larger(doing))
@@ -177,16 +193,31 @@ def _waits(response: Any) -> None:
         del headers["RateLimit"]
 
 
-def _end(response: Any, limit: int, message: str) -> None:
-    """Let the body of an answer end at `limit` bytes: with an error, before any more is kept."""
+def _end(response: Any, limit: int | None, message: str) -> None:
+    """Let the body of an answer end at `limit` bytes: with an error, before any more is kept.
+
+    What is streamed must move, too (`waits`).
+    """
     plain = response.iter_bytes
 
     def pieces(chunk_size: int | None = None) -> Iterator[bytes]:
-        got = 0
-        for piece in plain(chunk_size):
+        got, source, paced = 0, plain(chunk_size), waits.Deadline(reads=True)
+        while True:
+            begun = time.monotonic()
+            try:
+                with waits.until(paced):
+                    piece = next(source, None)
+            except Exception:
+                _in_vain(begun)
+                raise
+            if piece is None:
+                return
             end_if_stopped()
             got += len(piece)
-            if got > limit:
+            doing = _task.get()
+            if doing is not None and len(piece) >= waits.PACE:
+                doing.lost = 0.0
+            if limit is not None and got > limit:
                 response.close()
                 raise Corrupt(message, "check HF_ENDPOINT; the repository or its Hub may be hostile")
             yield piece

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, TypeVar
 from kvhub import __version__
 from kvhub.errors import AccessDenied, BadInput, Corrupt, KvhubError, NotFound, Unreachable
 from kvhub.files import is_denied, is_full
-from kvhub.hub import bounds
+from kvhub.hub import bounds, waits
 from kvhub.hub.bounds import ASKED, LONGEST_WAIT
 from kvhub.hub.reference import parse
 from kvhub.model.resolve import quiet_client
+from kvhub.settings import demand_endpoint
 from kvhub.strict_json import shown
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 ATTEMPTS = 4
+SEARCH = "a search"
+"""What is asked where it is of no repository."""
 LOGIN = "set HF_TOKEN or run `hf auth login`"
 
 
@@ -51,7 +54,11 @@ def without_xet() -> Iterator[None]:
 
 
 def api() -> HfApi:
-    """The client, its answers bounded; HF_ENDPOINT as it is now, not as it was at import."""
+    """The client, its answers bounded; HF_ENDPOINT as it is now, not as it was at import.
+
+    Errors: `BadInput` for an HF_ENDPOINT that is no address.
+    """
+    demand_endpoint()
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -64,7 +71,8 @@ def api() -> HfApi:
 
 
 def offline() -> bool:
-    """Whether the client was told not to use the network (HF_HUB_OFFLINE)."""
+    """Whether the client was told not to use the network (HF_HUB_OFFLINE). Errors: as `api`."""
+    demand_endpoint()
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
@@ -89,20 +97,21 @@ def ask(
 
     what: the repository, for messages. Retry-After is honoured up to
     `LONGEST_WAIT`, and what the Hub sends is bounded (`kvhub.hub.bounds`).
+    So is its silence (`kvhub.hub.waits`): after `waits.TOTAL` seconds in vain there is no other attempt.
     Errors: `NotFound`, `AccessDenied`, `Unreachable`, `Corrupt` (also an
     answer that no Hub gives), `BadInput`, `KvhubError`.
     """
-    for attempt in range(ATTEMPTS):
-        try:
-            with bounds.within(what):
+    with bounds.within(what) as doing:
+        for attempt in range(ATTEMPTS):
+            try:
                 return call()
-        except KvhubError:
-            raise
-        except Exception as error:
-            wait = None if _lacks_xet(error) else _wait(error, attempt)
-            if wait is None or attempt == ATTEMPTS - 1:
-                raise explain(error, what, revision) from error
-            sleep(wait)
+            except KvhubError:
+                raise
+            except Exception as error:
+                wait = None if _lacks_xet(error) else _wait(error, attempt)
+                if wait is None or attempt == ATTEMPTS - 1 or doing.lost >= waits.TOTAL:
+                    raise explain(error, what, revision) from error
+                sleep(wait)
     raise AssertionError("unreachable")
 
 
@@ -132,7 +141,10 @@ def explain(error: Exception, what: str, revision: str | None = None) -> KvhubEr
         return NotFound(f"a file of {what} is not on the Hub", "the repository may have changed: try again")
     status = _status(error)
     if status is not None:
-        return _by_status(status, what, getattr(error, "server_message", None))
+        asked = getattr(getattr(getattr(error, "response", None), "request", None), "method", "")
+        return _by_status(
+            status, what, getattr(error, "server_message", None), reads=asked in ("GET", "HEAD")
+        )
     if "Consistency check failed" in str(error):
         return Corrupt(f"a file of {what} arrived with another length than the Hub announced", "try again")
     if is_full(error):
@@ -147,6 +159,11 @@ def explain(error: Exception, what: str, revision: str | None = None) -> KvhubEr
         return Unreachable(
             f"the Hub's xet storage does not answer for {what}", "try again with HF_HUB_DISABLE_XET=1"
         )
+    if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
+        hint = (
+            "try again later; it may be silent for HF_HUB_ETAG_TIMEOUT, or HF_HUB_DOWNLOAD_TIMEOUT, seconds"
+        )
+        return Unreachable(f"the Hub does not answer for {what}", hint)
     if _is_transport(error):
         return Unreachable(f"cannot reach the Hub for {what}", "check the network and HF_ENDPOINT")
     if isinstance(error, OSError | MemoryError) and not isinstance(error, hub.FileMetadataError):
@@ -162,14 +179,17 @@ def _nonsense(what: str, how: str) -> Corrupt:
     )
 
 
-def _by_status(status: int, what: str, said: str | None) -> KvhubError:
+def _by_status(status: int, what: str, said: str | None, *, reads: bool) -> KvhubError:
+    """reads: whether it was asked to give something, not to take it."""
     detail = f": {shown(said.splitlines()[0])}" if said and said.strip() else ""
     if status == 401:
         return AccessDenied(f"the Hub does not accept the token for {what}", LOGIN)
     if status == 403:
-        return AccessDenied(
-            f"the Hub forbids this on {what}{detail}", "use a token with the right to write there"
-        )
+        right = "with the right to write there" if not reads else "that may read there, or none"
+        forbidden = what if what == SEARCH else f"this on {what}"
+        return AccessDenied(f"the Hub forbids {forbidden}{detail}", f"use a token {right}")
+    if status == 404 and what == SEARCH:
+        return NotFound("there is no search at this Hub", "check HF_ENDPOINT")
     if status == 404:
         return NotFound(f"{what} is not on the Hub", "check the name, and that it was not deleted")
     if status in (409, 412):

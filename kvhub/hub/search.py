@@ -61,9 +61,9 @@ def search(
     filters += [f"kvhub-target:{tag(target)}"] if target else []
     filters += [f"kvhub-family:{family}"] if family else []
     hub = client.api()
-    with bounds.task("a search", one_page=True) as asked:  # a Hub may name a next page for ever
+    with bounds.task(client.SEARCH, one_page=True) as asked:  # a Hub may name a next page for ever
         found = client.ask(
-            "a search",
+            client.SEARCH,
             lambda: list(
                 hub.list_models(
                     filter=filters,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvhub.errors import Corrupt, NotFound
+from kvhub.errors import Corrupt, KvhubError, NotFound
 from kvhub.model.fingerprint import hub_snapshot, weight_files, weight_headers
 from kvhub.model.headers import TensorHeader
 from kvhub.model.resolve import explained
@@ -30,8 +30,13 @@ def _fetched(repository: str, commit: str) -> dict[str, TensorHeader]:
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
+    from kvhub.hub import bounds
+
+    bounds.install()
     try:
         found = get_safetensors_metadata(repository, revision=commit)
+    except KvhubError:  # of what bounds the client
+        raise
     except NotASafetensorsRepoError:
         raise NotFound(f"{repository} has no safetensors weights") from None
     except SafetensorsParsingError:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvhub.errors import AccessDenied, BadInput, KvhubError, NotFound, Unreachable
 from kvhub.files import is_denied, is_full
+from kvhub.settings import demand_endpoint
 
 _REPOSITORY = re.compile(r"^[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}$")
 _REVISION = re.compile(r"^[A-Za-z0-9][\w./-]{0,254}$")
@@ -21,7 +22,7 @@ def resolve(ref: str, *, revision: str | None = None, weights: bool = True) -> P
     """The directory of a model: `ref` itself, or the Hub snapshot of `org/name[@revision]`.
 
     An existing directory always wins. With `weights=False` only config and tokenizer are downloaded.
-    Errors: `BadInput`, `NotFound`, `AccessDenied`, `Unreachable`.
+    Errors: `BadInput` (also an HF_ENDPOINT that is no address), `NotFound`, `AccessDenied`, `Unreachable`.
     """
     local = Path(ref).expanduser()
     if local.is_dir():
@@ -44,12 +45,18 @@ def resolve(ref: str, *, revision: str | None = None, weights: bool = True) -> P
 
 
 def _download(repository: str, revision: str | None, patterns: list[str]) -> Path:
+    demand_endpoint()
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    from kvhub.hub import bounds
+
     quiet_client()
+    bounds.install()
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    except KvhubError:  # of what bounds the client
+        raise
     except HFValidationError:
         raise NotFound(f"no such model: {repository}") from None
     except LocalEntryNotFoundError as error:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -183,14 +184,15 @@ def test_a_listing_that_reaches_nobody_is_not_tried_again_by_the_client() -> Non
         headers: ClassVar[dict[str, str]] = {}
         event_hooks: ClassVar[dict[str, list[Any]]] = {}
 
-        def send(self, request: str, *, stream: bool = False) -> None:
+        def send(self, request: object, *, stream: bool = False) -> None:
             raise HTTPError("refused")
 
     session = bounds.bounded(Session())
+    request = SimpleNamespace(method="GET", headers={}, extensions={})
     with bounds.task("a search", one_page=True), pytest.raises(ConnectionError, match="refused"):
-        session.send("request")
+        session.send(request)
     with bounds.task("o/m"), pytest.raises(HTTPError):
-        session.send("request")
+        session.send(request)
 
 
 def test_retry_after_of_any_bytes_is_read_or_left() -> None:
