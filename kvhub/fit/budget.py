@@ -9,11 +9,12 @@ from kvhub.fit.distill.correction import RANK
 from kvhub.fit.distill.schedule import SAMPLE, SAMPLE_WINDOWS, Distill
 from kvhub.fit.footprint import Footprint
 from kvhub.fit.memory import RUNTIME
-from kvhub.fit.mlp import MlpSettings
+from kvhub.fit.mlp import MlpSettings, parameters, step_floats
 from kvhub.fit.moments import PairMoments
 from kvhub.fit.recipes.first import WEIGHT
 from kvhub.fit.settings import FitSettings
 from kvhub.model.identity import Geometry
+from kvhub_kernels.mlp import CHUNK
 
 RESERVE = 1.03
 """What allocators add."""
@@ -123,9 +124,10 @@ def budget(
         )
     if isinstance(settings.train, MlpSettings):
         rows = windows * -(-settings.longest // settings.stride)
-        stages["trains networks"] = max(
-            beside + mappers + 4 * 4 * rows * (settings.features(one) + two.features) for one, two in pairs
-        )
+        networks = sum(_networks(*pair, settings) for pair in pairs)
+        known = beside + mappers + networks
+        stages["trains networks"] = known + max(_training(*pair, settings, rows) for pair in pairs)
+        stages["scores"] = known + 2 * capture + max(_applied(*pair, settings) for pair in pairs)
     return Budget(held, most, moments, stages)
 
 
@@ -186,3 +188,28 @@ def _distilling(
     kept = tail * (itemsize * model.hidden + 4 * target.num_attention_heads * longest)
     kept += longest * (8 * RANK + 16 * out + itemsize * queries)
     return 4 * maps + max(4 * sample, layers * kept + 16 * tail * model.vocabulary)
+
+
+def _networks(source: Geometry, target: Geometry, settings: FitSettings) -> int:
+    assert isinstance(settings.train, MlpSettings)
+    stored = 2 if settings.store_dtype == "bfloat16" else 4
+    return stored * 2 * target.num_layers * parameters(settings.train, *settings.networks(source, target))
+
+
+def _training(source: Geometry, target: Geometry, settings: FitSettings, rows: int) -> int:
+    """Rows of K and of V of one layer, a step's choice of them, and what steps hold."""
+    assert isinstance(settings.train, MlpSettings)
+    how, features = settings.train, settings.inputs(source) + target.features
+    batch = min(how.batch, rows)
+    steps = step_floats(how, *settings.networks(source, target), batch)
+    return 4 * (2 * rows * features + batch * features + steps)
+
+
+def _applied(source: Geometry, target: Geometry, settings: FitSettings) -> int:
+    """One side's networks in float32, on the rows of a window."""
+    assert isinstance(settings.train, MlpSettings)
+    rows = -(-settings.longest // settings.stride)
+    groups, width, out = settings.networks(source, target)
+    known = parameters(settings.train, groups, width, out)
+    hidden = 2 * groups * min(CHUNK, rows) * max(settings.train.hidden)
+    return 4 * (known + hidden + 2 * rows * (settings.inputs(source) + target.features))

@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvhub.errors import BadInput, KvhubError, NotFound
 from kvhub.files import unwritable
 from kvhub.fit.moments import Moments, PairMoments
 from kvhub.fit.progress import LOCK, STATE, is_progress
-from kvhub.fit.store import sha256_of, write_bytes, write_tensors
+from kvhub.fit.store import TensorFile, sha256_of, write_bytes, write_tensors
 from kvhub.model.identity import canonical_json
 from kvhub.strict_json import parse_object, read_bounded
 
@@ -204,14 +203,13 @@ class Checkpoint:
             return 0
         path = self.directory / self._state["file"]["name"]
         try:
-            with safe_open(path, framework="pt") as file:
+            with TensorFile(path) as file:
                 for kind, one in (("key", moments.key), ("value", moments.value)):
                     _restore(one, kind, file)
-                count = int(file.metadata()["waiting"])
-                for number in range(count):
-                    rows = [file.get_tensor(f"waiting.{number}.{part}") for part in range(4)]
+                for number in range(int(file.metadata["waiting"])):
+                    rows = [file.tensor(f"waiting.{number}.{part}") for part in range(4)]
                     moments.waiting.append(((rows[0], rows[1]), (rows[2], rows[3])))
-        except (SafetensorError, OSError, KeyError, RuntimeError) as error:
+        except (KvhubError, OSError, KeyError, ValueError, RuntimeError) as error:
             raise KvhubError(f"{path} cannot be read: {type(error).__name__}", "remove it") from None
         return self.windows
 
@@ -253,17 +251,18 @@ class Checkpoint:
             self.directory.rmdir()
 
 
-def _restore(moments: Moments, kind: str, file: Any) -> None:
-    moments.n = int(file.metadata()["n"])
+def _restore(moments: Moments, kind: str, file: TensorFile) -> None:
+    moments.n = int(file.metadata["n"])
     for name in ("x", "y"):
-        getattr(moments, name).copy_(file.get_tensor(f"{kind}.{name}"))
+        getattr(moments, name).copy_(file.tensor(f"{kind}.{name}"))
     if moments.yy.dim() == 1:
-        moments.yy.copy_(file.get_tensor(f"{kind}.yy"))
+        moments.yy.copy_(file.tensor(f"{kind}.yy"))
     for band in moments.bands():
         if moments.mine is None or band in moments.mine:
-            whole = file.get_slice(f"{kind}.{band.matrix}")
             left = 0 if band.matrix == "xy" else band.start
-            band.of(moments).copy_(whole[band.start : band.stop, left:])
+            place = band.of(moments)
+            for at, rows in file.rows(f"{kind}.{band.matrix}", band.start, band.stop):
+                place[at - band.start :][: len(rows)].copy_(rows[:, left:])
 
 
 def _short(value: object) -> str:

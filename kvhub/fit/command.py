@@ -19,7 +19,7 @@ from kvhub.fit.calibration import CalibrationSet, Corpus, calibration_set
 from kvhub.fit.captures import CaptureStore, demand_disk
 from kvhub.fit.checkpoint import Checkpoint, fit_key
 from kvhub.fit.distill.schedule import Distill, demand_tail
-from kvhub.fit.expect import Expected, distil_windows, solve_seconds
+from kvhub.fit.expect import Expected, distil_windows, solve_seconds, train_seconds
 from kvhub.fit.memory import demand_memory, free_memory, held, release, return_freed
 from kvhub.fit.places import Stored, demand_space, places, write
 from kvhub.fit.progress import FITS
@@ -141,7 +141,7 @@ def fit(
             layers=layers,
             checkpoint=checkpoint,
             team=team,
-            progress=_progress(sides, settings, both, options, team),
+            progress=_progress(sides, settings, rows, both, options, team),
             say=options.say,
         )
         if not team.first:
@@ -362,7 +362,7 @@ def _block(sides: tuple[Side, Side], settings: FitSettings, both: bool, availabl
 
 
 def _progress(
-    sides: tuple[Side, Side], settings: FitSettings, both: bool, options: Options, team: Workers
+    sides: tuple[Side, Side], settings: FitSettings, rows: int, both: bool, options: Options, team: Workers
 ) -> Progress | None:
     if options.progress is None or not team.first:
         return None
@@ -372,4 +372,5 @@ def _progress(
         options.say,
         solve_seconds(*shapes, settings, both=both),
         distil_windows(settings, both=both),
+        train_seconds(*shapes, settings, rows, both=both),
     )

@@ -10,6 +10,7 @@ import torch
 from kvhub.fit.accumulate import Progress
 from kvhub.fit.calibration import TUNING
 from kvhub.fit.distill.schedule import Distill
+from kvhub.fit.mlp import MlpSettings, parameters, training_rate
 from kvhub.fit.settings import GRID_LAMBDA, FitSettings
 from kvhub.model.identity import Geometry
 
@@ -54,17 +55,36 @@ def distil_windows(settings: FitSettings, *, both: bool) -> float:
     return (1 + both) * passes * tail / settings.longest
 
 
+def train_seconds(
+    source: Geometry, target: Geometry, settings: FitSettings, rows: int, *, both: bool
+) -> float:
+    """Time of training networks on `rows` rows, from the speed of small ones here and now."""
+    how = settings.train
+    if not isinstance(how, MlpSettings):
+        return 0.0
+    pairs = ((source, target), (target, source))[: 1 + both]
+    shapes = [(two.num_layers, settings.networks(one, two)) for one, two in pairs]
+    numbers = sum(2 * layers * parameters(how, *shape) for layers, shape in shapes)
+    return 6 * how.epochs * rows * numbers / training_rate(how)
+
+
 class Expected:
     """A `Progress` that passes everything on, and says once how long the fit will take."""
 
     def __init__(
-        self, progress: Progress, say: Callable[[str], None], solving: float, distilling: float = 0.0
+        self,
+        progress: Progress,
+        say: Callable[[str], None],
+        solving: float,
+        distilling: float = 0.0,
+        training: float = 0.0,
     ) -> None:
-        """solving: seconds; distilling: as many windows."""
+        """solving, training (networks): seconds; distilling: as many windows."""
         self._progress = progress
         self._say = say
         self._solving = solving
         self._distilling = distilling
+        self._training = training
         self._began: tuple[str, int, float] | None = None
         self._told = False
 
@@ -82,10 +102,11 @@ class Expected:
             each = (time.monotonic() - began) / (done - start)
             windows = each * (total - done)
             distil = f", {duration(each * self._distilling)} to distil" if self._distilling else ""
+            train = f", {duration(self._training)} to train networks" if self._training else ""
             both = " of the source, and the target's as long again or more" if stage == "source" else ""
             self._say(
                 f"expected: {duration(windows)} for {total - done} more windows{both},"
-                f" about {duration(self._solving)} to solve{distil}"
+                f" about {duration(self._solving)} to solve{distil}{train}"
             )
 
 

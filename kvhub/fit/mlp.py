@@ -7,6 +7,7 @@ here, which the paper does not mention, and that is folded into the first and th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +18,11 @@ from torch import Tensor
 
 from kvhub.errors import BadInput
 from kvhub_kernels.mlp import Dense, perceptron
+
+_TRIED = 1024
+"""Rows."""
+_COLUMNS = 64
+"""Of all rows in float64 at once."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +61,50 @@ def train_networks(
         order = torch.randperm(count, generator=chance).to(inputs.device)
         for start in range(0, count, settings.batch):
             chosen = order[start : start + settings.batch]
-            x = ((inputs[:, chosen] - mean_x) / spread_x).expand(groups, -1, -1)
-            y = (outputs[:, chosen] - mean_y) / spread_y
-            loss = (perceptron(x, layers) - y).square().mean()
             adam.zero_grad(set_to_none=True)
+            x = inputs[:, chosen].sub_(mean_x).div_(spread_x).expand(groups, -1, -1)
+            y = outputs[:, chosen].sub_(mean_y).div_(spread_y)
+            loss = (perceptron(x, layers) - y).square().mean()
             loss.backward()  # type: ignore[no-untyped-call]
+            del x, y
             adam.step()
             total += float(loss.detach()) * len(chosen)
         curve.append(total / count)
     with torch.no_grad():
         return _fold(layers, mean_x, spread_x, mean_y, spread_y), curve
+
+
+def parameters(settings: MlpSettings, groups: int, width: int, out: int) -> int:
+    """Numbers in the networks of one side of a layer: width inputs and out outputs in each group."""
+    first, second = settings.hidden
+    return groups * ((width + 1) * first + (first + 1) * second + (second + 1) * out)
+
+
+def step_floats(settings: MlpSettings, groups: int, width: int, out: int, rows: int) -> int:
+    """What steps on `rows` rows hold: weights, Adam's two moments, and the larger of a pass and an update.
+
+    A pass has the hidden rows and their gradients, an update all gradients and what Adam works with.
+    """
+    first, second = settings.hidden
+    weights = parameters(settings, groups, width, out)
+    hidden = groups * rows * max(first + 3 * second, 3 * first + second)
+    update = weights + 2 * groups * max(width * first, first * second, second * out)
+    return 3 * weights + max(hidden + 3 * groups * rows * out, update)
+
+
+def training_rate(settings: MlpSettings) -> float:
+    """Multiplications and additions a second of passes through one network and back, here and now."""
+    first, second = (min(width, 1024) for width in settings.hidden)
+    layers = [Dense(torch.zeros(1, a, b), torch.zeros(1, b)) for a, b in ((first, first), (first, second))]
+    for tensor in (layers[1].weight, layers[0].weight):
+        tensor.requires_grad_(True)
+    rows, best = torch.ones(1, _TRIED, first), 0.0
+    for _ in range(2):  # the first one pays for warming up
+        began = time.perf_counter()
+        perceptron(rows, layers).square().mean().backward()  # type: ignore[no-untyped-call]
+        flops = _TRIED * (4 * first * first + 6 * first * second)
+        best = max(best, flops / max(time.perf_counter() - began, 1e-6))
+    return best
 
 
 def _begin(groups: int, a: int, b: int, chance: torch.Generator, device: torch.device) -> Dense:
@@ -79,7 +119,11 @@ def _begin(groups: int, a: int, b: int, chance: torch.Generator, device: torch.d
 
 def _moments(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation over rows, `[g, 1, features]`; what never varies has spread 1."""
-    spread, mean = torch.std_mean(rows.double(), dim=1, keepdim=True, correction=0)
+    found = [
+        torch.std_mean(rows[:, :, at : at + _COLUMNS].double(), dim=1, keepdim=True, correction=0)
+        for at in range(0, rows.shape[2], _COLUMNS)
+    ]
+    spread, mean = (torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
     return mean.float(), torch.where(spread > 1e-6, spread, 1.0).float()
 
 

@@ -18,6 +18,7 @@ from kvhub.fit.settings import FitSettings
 from kvhub.fit.side import Side
 from kvhub.fit.solve import Solved
 from kvhub.mapper.mlp import grouped
+from kvhub.model.identity import within_bounds
 from kvhub_kernels.mlp import Dense, apply_perceptron
 
 
@@ -41,15 +42,15 @@ def fit_networks(
     curves: list[list[float]] = []
     tell("train", 0, shape.num_layers)
     for number, chosen in enumerate(solved.layers):
-        for side, (x, y) in zip(
-            ("k", "v"), _rows(source, target, windows, chosen, number, settings), strict=True
-        ):
-            inputs = grouped(list(x.unbind(1)), local=settings.support == "head-local")
+        sides = _rows(source, target, windows, chosen, number, settings)
+        for side in ("k", "v"):
+            inputs, y = sides.pop(0)  # no longer held than it is trained on
             outputs = y.transpose(0, 1) if how.per == "head" else y.flatten(1)[None]
             seed = settings.seed * 1_000_003 + 2 * number + (side == "v")
             layers, curve = train_networks(inputs, outputs, how, seed)
             curves.append(curve)
             tensors |= _stored(f"layers.{number}.{side}", layers, settings)
+            del inputs, y, outputs, layers
         tell("train", number + 1, shape.num_layers)
     return replace(
         solved,
@@ -62,7 +63,7 @@ def fit_networks(
             batch=how.batch,
             seed=settings.seed,
             tail=0,
-            curve=[sum(losses) / len(losses) for losses in zip(*curves, strict=True)][:256],
+            curve=[within_bounds(sum(losses) / len(losses)) for losses in zip(*curves, strict=True)][:256],
         ),
     )
 
@@ -90,19 +91,34 @@ def _rows(
     chosen: list[int],
     number: int,
     settings: FitSettings,
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(inputs `[n, k, H_s, D_s]`, outputs `[n, H_t, D_t]`) of keys and of values, float32."""
-    found: list[list[Tensor]] = [[], [], [], []]
-    shapes = source.identity.geometry, target.identity.geometry
-    sides = ((source, chosen, shapes[0]), (target, [number], shapes[1]))
+) -> list[tuple[Tensor, Tensor]]:
+    """(inputs `[g, n, p]`, outputs `[n, H_t, D_t]`) of keys and of values, float32, g as `grouped` has it.
+
+    Window by window into their places: parts to join would be as large again.
+    """
+    one, two = source.identity.geometry, target.identity.geometry
+    n, local = _count(windows, settings), settings.support == "head-local"
+    heads, width = one.num_kv_heads, len(chosen) * one.head_dim
+    found = [
+        (
+            torch.empty(n, heads, width).transpose(0, 1) if local else torch.empty(1, n, heads * width),
+            torch.empty(n, two.num_kv_heads, two.head_dim),
+        )
+        for _ in range(2)
+    ]
+    at = 0
     for window in windows:
         positions = row_positions(len(window), settings.stride, settings.exact_prefix)
-        for at, (side, layers, shape) in enumerate(sides):
-            for kind, rows in enumerate(_read(side, window, positions, layers)):
-                view = rows.float().view(len(positions), len(layers), shape.num_kv_heads, shape.head_dim)
-                found[2 * kind + at].append(view)
-    keys, key, values, value = (torch.cat(parts) for parts in found)
-    return (keys, key[:, 0]), (values, value[:, 0])
+        end = at + len(positions)
+        read = zip(
+            _read(source, window, positions, chosen), _read(target, window, positions, [number]), strict=True
+        )
+        for (inputs, outputs), (x, y) in zip(found, read, strict=True):
+            parts = x.float().view(len(positions), len(chosen), heads, one.head_dim)
+            inputs[:, at:end] = grouped(list(parts.unbind(1)), local=local)
+            outputs[at:end] = y.view(len(positions), two.num_kv_heads, two.head_dim)
+        at = end
+    return found
 
 
 def _read(side: Side, window: Tensor, positions: range, layers: list[int]) -> tuple[Tensor, Tensor]:

@@ -120,6 +120,16 @@ class FitSettings:
         """Inputs of the widest regression that is solved."""
         return self.width(source, self.grid(source)[-1])
 
+    def inputs(self, source: Geometry) -> int:
+        """Source features that the regressions of one target layer read, all heads together."""
+        return self.grid(source)[-1] * source.features
+
+    def networks(self, source: Geometry, target: Geometry) -> tuple[int, int, int]:
+        """(networks, inputs, outputs) of one side of one target layer in the `mlp` family."""
+        assert isinstance(self.train, MlpSettings)
+        groups = target.num_kv_heads if self.train.per == "head" else 1
+        return groups, self.features(source), target.features // groups
+
     def describe(self) -> dict[str, Any]:
         """All of it but the time, as JSON values by option name."""
         values = asdict(self)

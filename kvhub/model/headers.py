@@ -46,6 +46,13 @@ def read_header(path: Path, *, limit: int = HEADER_LIMIT) -> dict[str, TensorHea
 
     Errors: `NotFound`, `AccessDenied`, `Corrupt` (truncated, overlapping, gaps, over `limit`).
     """
+    return read_described(path, limit=limit)[0]
+
+
+def read_described(
+    path: Path, *, limit: int = HEADER_LIMIT
+) -> tuple[dict[str, TensorHeader], dict[str, str]]:
+    """`read_header`, and the words that the file has about itself (what is not text is left out)."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -62,10 +69,11 @@ def read_header(path: Path, *, limit: int = HEADER_LIMIT) -> dict[str, TensorHea
     except PermissionError:
         raise AccessDenied(f"{path} may not be read") from None
     entries = parse_object(data, f"{path.name}: header")
-    entries.pop("__metadata__", None)
+    about = entries.pop("__metadata__", None)
     tensors = {name: _tensor(path.name, name, entry, 8 + length) for name, entry in entries.items()}
     _check_layout(path.name, tensors, 8 + length, size)
-    return tensors
+    words = about if isinstance(about, dict) else {}
+    return tensors, {name: word for name, word in words.items() if isinstance(word, str)}
 
 
 def _tensor(file: str, name: str, entry: Any, base: int) -> TensorHeader:

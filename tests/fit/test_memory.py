@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.peak import peak_of_fit
+from support.peak import peak_of_fit, peak_of_resumed
 
 from kvhub.errors import BadInput
 from kvhub.fit.budget import budget, memory_needed, moment_bytes
@@ -96,8 +96,28 @@ def test_too_little_memory_is_refused() -> None:
     ids=["moments", "gradients"],
 )
 def test_a_fit_peaks_where_it_said_it_would(tmp_path: Path, options: tuple[str, ...]) -> None:
-    text = ROOT / "demo/text/wikipedia.txt"
-    given = [*(str(ROOT / "models" / name) for name in ("small", "large")), "--text", str(text)]
-    given += ["--sequences", "12", "--length", "512", "--stride", "2", "--dtype", "float32", *options]
-    peak = peak_of_fit(given, tmp_path)
+    peak = peak_of_fit([*given(12, 512, 2), *options], tmp_path)
     assert 0.9 < peak.used / peak.bound <= 1.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another allocator")
+def test_a_resumed_fit_peaks_where_it_said_it_would(tmp_path: Path) -> None:
+    peak = peak_of_resumed([*given(12, 512, 2), "--both", "--recipe", "ridge", "--k", "6"], tmp_path)
+    assert 0.9 < peak.used / peak.bound <= 1.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another allocator")
+@pytest.mark.parametrize("networks", ["head", "layer"])
+def test_networks_peak_where_the_fit_said_they_would(tmp_path: Path, networks: str) -> None:
+    options = ["--family", "mlp", "--networks", networks, "--k", "2", "--epochs", "1"]
+    hidden = "256,256" if networks == "head" else "512,1024"
+    peak = peak_of_fit([*given(20, 256, 1), *options, "--hidden", hidden], tmp_path)
+    assert peak.stage == "trains networks"
+    assert 0.9 < peak.used / peak.bound <= 1.0
+
+
+def given(sequences: int, length: int, stride: int) -> list[str]:
+    """The shipped pair and text."""
+    said = [*(str(ROOT / "models" / name) for name in ("small", "large")), "--dtype", "float32"]
+    said += ["--text", str(ROOT / "demo/text/wikipedia.txt"), "--sequences", str(sequences)]
+    return [*said, "--length", str(length), "--stride", str(stride)]
