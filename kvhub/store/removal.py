@@ -21,16 +21,25 @@ GONE = "its files are gone: they were deleted, and the disk had no room to forge
 
 def remove(row: MapperRow, settings: Settings | None = None) -> bool:
     """Forget a mapper and delete its files; False where they lie outside the store and stay."""
+    return not remove_all([row], settings)
+
+
+def remove_all(rows: Sequence[MapperRow], settings: Settings | None = None) -> set[str]:
+    """Forget mappers and delete their files, those in the store in one transaction.
+
+    Returns the digests of those whose files lie outside the store and stay.
+    """
     settings = settings or Settings.load()
-    directory = files_of(row, settings)
-    if not inside(directory, settings.mappers):
+    here = [row for row in rows if inside(files_of(row, settings), settings.mappers)]
+    if here:
+        settings.mappers.mkdir(parents=True, exist_ok=True)
+        with store.exclusive(settings.mappers):  # or a pull could register one again in between
+            remove_locked(here, settings, shards=True)
+    others = [row for row in rows if row not in here]
+    for row in others:
         with explained(), open_registry(settings) as registry:
             registry.remove(row.digest)
-        return not directory.exists()
-    settings.mappers.mkdir(parents=True, exist_ok=True)
-    with store.exclusive(settings.mappers):  # or a pull could register it again in between
-        remove_locked([row], settings, shards=True)
-    return True
+    return {row.digest for row in others if files_of(row, settings).exists()}
 
 
 def remove_locked(
@@ -117,7 +126,7 @@ class _Going:
             if need > room + blobs.frees(self._here(), self._settings):
                 raise Full(
                     "the disk is full, and these files would not make room enough to forget their row",
-                    "make room, then try again; kvhub gc deletes together what makes room together",
+                    "make room; those that share shards make it together: kvhub rm MAPPER MAPPER; kvhub gc",
                 )
             for aside in self._aside():
                 with _deleting(aside):

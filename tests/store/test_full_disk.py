@@ -123,7 +123,7 @@ def test_gc_frees_together_what_makes_room_together(tmp_path: Path, monkeypatch:
         with filled(disk):
             for manifest in (one, two):
                 refused = run("rm", manifest.digest, "--yes")
-                assert refused.returncode == 1 and "kvhub gc" in refused.stderr, refused.stderr
+                assert refused.returncode == 1 and "kvhub rm MAPPER MAPPER" in refused.stderr, refused.stderr
             would, done = collect(settings, dry_run=True), collect(settings)
             assert {item.row.digest for item in done.garbage if item.row} == {one.digest, two.digest}
             assert would.size == done.size > 6 << 20 and done.full == []
@@ -131,6 +131,20 @@ def test_gc_frees_together_what_makes_room_together(tmp_path: Path, monkeypatch:
             assert os.statvfs(disk).f_bavail * 4096 > 6 << 20
         verify_artifact(settings.mappers / kept.digest, deep=True)
         assert collect(settings, grace=0).garbage == []
+
+
+def test_rm_frees_together_what_makes_room_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retiring needs room, too, so gc is no way for mappers that are ready."""
+    with small_home(tmp_path / "disk", monkeypatch) as (disk, settings):
+        one, two = (stored(settings, seed) for seed in (1, 2))
+        os.link(grown(settings, one.digest, 6 << 20), settings.mappers / two.digest / "bulk")
+        with filled(disk):
+            done = run("rm", one.digest, two.digest, one.digest[:12], "--yes")
+            assert done.returncode == 0 and "6.3 MB freed" in done.stderr, done.stderr
+            assert done.stdout.count("removed ") == 2
+        with open_registry(settings) as registry:
+            assert registry.list() == []
+        assert list((settings.home / "blobs").iterdir()) == []
 
 
 def test_what_a_full_disk_keeps_is_named_after_all_else(
