@@ -25,7 +25,7 @@ from typing import NoReturn
 import click
 
 from kvhub import __version__
-from kvhub.errors import KvhubError
+from kvhub.errors import BadInput, KvhubError
 
 COMMANDS = {
     "check": "Say whether a pair can work and what it costs.",
@@ -135,6 +135,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def run(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
+        _demand_text(sys.argv[1:] if argv is None else argv)
         code = cli.main(args=argv, prog_name="kvhub", standalone_mode=False)
         sys.stdout.flush()
         if interrupt.lost():
@@ -175,7 +176,7 @@ def run(argv: list[str] | None = None) -> int:
             where = f"{error.filename or 'a file'} is on a disk that is read-only"
             return _fail(where, "set KVHUB_HOME or HF_HOME elsewhere", 4)
 
-        known = _registry_error(error)
+        known = _registry_error(error) or _surroundings(error)
         if known is not None:
             return _fail(known.message, known.hint, known.exit_code)
         detail = output.clean(str(error)).strip()
@@ -220,6 +221,29 @@ def _short(text: str) -> str:
 def _debug() -> None:
     if os.environ.get("KVHUB_DEBUG") == "1":
         traceback.print_exc()
+
+
+def _demand_text(arguments: list[str]) -> None:
+    """Refuse (`BadInput`) arguments that no name and no file of ours can have."""
+    for text in arguments:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            plain = text.encode("ascii", "replace").decode()
+            raise BadInput(f"{plain[:160]!r} is not text in UTF-8", "check the arguments") from None
+
+
+def _surroundings(error: Exception) -> KvhubError | None:
+    """What the environment, and no fault of ours, has made of a library."""
+    from kvhub.settings import demand_endpoint
+
+    try:
+        demand_endpoint()  # an address that is none lets the import of the Hub's client fail
+    except BadInput as found:
+        return found
+    if isinstance(error, UnicodeEncodeError) and "surrogates" in error.reason:
+        return BadInput("a name or a path is not text in UTF-8", "check KVHUB_HOME, and files and folders")
+    return None
 
 
 def _registry_error(error: Exception) -> KvhubError | None:

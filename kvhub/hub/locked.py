@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from kvhub.artifact.evidence import read_evidence
+from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.read import verify_artifact
 from kvhub.catalog import explained, files_of, find, open_registry, record_location, register
 from kvhub.errors import BadInput, Corrupt, NotFound
 from kvhub.hub import client, store
 from kvhub.hub.download import Progress
-from kvhub.hub.lockfile import LockedMapper, read_lock
+from kvhub.hub.lockfile import ANEW, LockedMapper, read_lock
 from kvhub.hub.pull import fetch
 from kvhub.settings import Settings
 from kvhub.store import roots, trust
@@ -23,7 +26,8 @@ def pull_locked(
 ) -> list[MapperRow]:
     """Every mapper of a lock file, checked byte by byte, with the aliases that the lock gives it.
 
-    Errors: those of `fetch`; `Corrupt` where a commit holds another mapper than the lock says.
+    Errors: those of `fetch`; `Corrupt` where a commit holds another mapper than the lock says, or the lock
+    says other things of a mapper's files than its manifest.
     """
     settings = settings or Settings.load()
     lock = read_lock(path)
@@ -31,9 +35,12 @@ def pull_locked(
         client.split(f"{entry.repo}@{entry.commit}")
     rows = []
     for entry in lock.mappers:
-        row = _here(entry, settings)
+        agrees = partial(_agrees, entry, path.name)
+        row = _here(entry, settings, agrees)
         if row is None:
-            row = fetch(entry.place, entry.commit, settings, expect=entry.digest, progress=progress)
+            row = fetch(
+                entry.place, entry.commit, settings, expect=entry.digest, check=agrees, progress=progress
+            )
         with explained(), open_registry(settings) as registry:
             for name in entry.aliases:
                 if "/" in name:
@@ -46,7 +53,16 @@ def pull_locked(
     return rows
 
 
-def _here(entry: LockedMapper, settings: Settings) -> MapperRow | None:
+def _agrees(entry: LockedMapper, lock: str, manifest: Manifest) -> None:
+    """Refuse (`Corrupt`) a lock that contradicts the manifest of the digest that it names."""
+    listed, real = ({file.name: file for file in files} for files in (entry.files, manifest.files))
+    wrong = sorted(name for name in listed.keys() | real.keys() if listed.get(name) != real.get(name))
+    if wrong or len(entry.files) != len(listed):
+        name = wrong[0] if wrong else entry.files[0].name
+        raise Corrupt(f"{lock}: {name} of mapper {entry.digest[:12]} is not as its manifest has it", ANEW)
+
+
+def _here(entry: LockedMapper, settings: Settings, agrees: Callable[[Manifest], None]) -> MapperRow | None:
     """The mapper where every byte of it is here already; registered again where only the row was lost."""
     trust.demand_namespace(entry.repo, settings)
     try:
@@ -60,6 +76,7 @@ def _here(entry: LockedMapper, settings: Settings) -> MapperRow | None:
         return None
     if manifest.digest != entry.digest:
         return None
+    agrees(manifest)
     trust.demand(directory, manifest, settings)
     settings.mappers.mkdir(mode=0o700, parents=True, exist_ok=True)
     with store.exclusive(settings.mappers):

@@ -20,7 +20,7 @@ from kvhub_registry import MapperRow
 LOCK = "kvhub.lock"
 LOCK_LIMIT = 16 << 20
 VERSION = 1
-_ANEW = "take the file from where it came again; kvhub lock writes it anew"
+ANEW = "take the file from where it came again; kvhub lock writes it anew"
 
 RepoId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}$")]
 
@@ -102,9 +102,9 @@ def read_lock(path: Path) -> Lock:
             raise Incompatible(f"{path} was written by a newer kvhub", "upgrade kvhub", code="schema")
         return Lock.model_validate_json(data)
     except ValidationError as error:
-        raise Corrupt(f"{path.name}: {first_fault(error)}", _ANEW) from None
+        raise Corrupt(f"{path.name}: {first_fault(error)}", ANEW) from None
     except Corrupt as error:
-        error.hint = error.hint or _ANEW
+        error.hint = error.hint or ANEW
         raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,11 +56,13 @@ def fetch(
     *,
     subfolder: str = "",
     expect: str = "",
+    check: Callable[[Manifest], None] | None = None,
     progress: Progress | None = None,
 ) -> MapperRow:
     """As `pull`, returning the registry's row.
 
     expect: how the digest must begin; a mapper of another is `Corrupt` before its weights are fetched.
+    check: called with the manifest, before they are; may refuse it.
     """
     settings = settings or Settings.load()
     wanted = parse(reference, revision=revision, subfolder=subfolder)
@@ -71,6 +74,8 @@ def fetch(
         known = here(wanted, settings) if client.offline() else None
         if known is None or not known.digest.startswith(expect):
             raise
+        directory = files_of(known, settings)
+        trust.demand(directory, read_manifest(directory), settings)
         return known
     expect = expect or digest
     try:
@@ -80,6 +85,8 @@ def fetch(
             if not manifest.digest.startswith(expect):
                 found = f"{remote.place}@{remote.commit[:8]} holds mapper {manifest.digest[:12]}"
                 raise Corrupt(f"{found}, not {expect[:12]}")
+            if check is not None:
+                check(manifest)
             _beside(hub, remote, staging)
             trust.demand(staged, manifest, settings)
             final = settings.mappers / manifest.digest
