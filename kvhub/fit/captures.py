@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvhub.errors import Corrupt, KvhubError
+from kvhub.errors import BadInput, Corrupt, KvhubError
 from kvhub.files import writing
 from kvhub.fit.capture import Capture
 from kvhub.fit.store import raw_bytes, sweep, write_bytes, write_tensors
@@ -62,8 +62,13 @@ class CaptureStore:
         write_tensors(self.path(window), tensors, about)
 
     def get(self, window: Tensor) -> Capture | None:
-        """The capture of `window`; None where there is none or it is damaged."""
+        """The capture of `window`; None where there is none or it is damaged.
+
+        Errors: `BadInput` where a directory has its name: it could not be made again.
+        """
         path = self.path(window)
+        if path.is_dir():
+            raise BadInput(f"{path} is a directory, not a capture", "remove it, or give another --captures")
         shape = self.identity.geometry
         expected = (shape.num_layers, len(window), shape.num_kv_heads, shape.head_dim)
         try:

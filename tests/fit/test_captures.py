@@ -57,6 +57,21 @@ def test_a_damaged_capture_is_none(tmp_path: Path, damage: str) -> None:
     assert store.get(IDS) is None
 
 
+def test_a_directory_where_a_capture_belongs_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair, captures = Pair.make(tmp_path), tmp_path / "captures"
+    given = pair.arguments("--captures", str(captures))
+    assert run(given) == 0
+    path = sorted(captures.glob("*/*.safetensors"))[0]
+    path.unlink()
+    path.mkdir()
+    assert run(given) == 2
+    error = capsys.readouterr().err
+    assert f"{path.name} is a directory, not a capture" in error
+    assert "remove it, or give another --captures" in error
+
+
 def test_another_model_s_captures_are_never_taken(tmp_path: Path) -> None:
     one, other = (load_model(make_tiny(tmp_path / str(seed), seed=seed), torch.float32) for seed in (0, 1))
     stores = [CaptureStore(tmp_path / "captures", model.identity) for model in (one, other)]
