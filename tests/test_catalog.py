@@ -16,11 +16,11 @@ from kvhub.catalog import (
     open_registry,
     record_evidence,
     register,
-    remove,
     to_record,
 )
 from kvhub.errors import AccessDenied, BadInput, Corrupt, Incompatible, KvhubError, NotFound, Unreachable
 from kvhub.settings import Settings
+from kvhub.store.removal import remove
 from kvhub_registry import (
     Ambiguous,
     BadAddress,
