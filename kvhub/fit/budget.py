@@ -20,6 +20,8 @@ RESERVE = 1.03
 """What allocators add."""
 LATER = 30_000_000
 """Bytes that libraries load and keep when a model first runs."""
+PRODUCTS = 16_000_000
+"""Bytes that products of many groups and small blocks between large ones take in training."""
 _ADD, _SOLVE = "adds up moments", "solves"
 _NOTHING = Footprint(0, 0, 0)
 
@@ -202,7 +204,7 @@ def _training(source: Geometry, target: Geometry, settings: FitSettings, rows: i
     how, features = settings.train, settings.inputs(source) + target.features
     batch = min(how.batch, rows)
     steps = step_floats(how, *settings.networks(source, target), batch)
-    return 4 * (2 * rows * features + batch * features + steps)
+    return PRODUCTS + 4 * (2 * rows * features + batch * features + steps)
 
 
 def _applied(source: Geometry, target: Geometry, settings: FitSettings) -> int:

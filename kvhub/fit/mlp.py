@@ -81,15 +81,15 @@ def parameters(settings: MlpSettings, groups: int, width: int, out: int) -> int:
 
 
 def step_floats(settings: MlpSettings, groups: int, width: int, out: int, rows: int) -> int:
-    """What steps on `rows` rows hold: weights, Adam's two moments, and the larger of a pass and an update.
+    """What steps on `rows` rows hold: weights, gradients, Adam's two moments, and more.
 
-    A pass has the hidden rows and their gradients, an update all gradients and what Adam works with.
+    Going through the hidden rows with their gradients, in an update what Adam works with.
     """
     first, second = settings.hidden
     weights = parameters(settings, groups, width, out)
     hidden = groups * rows * max(first + 3 * second, 3 * first + second)
-    update = weights + 2 * groups * max(width * first, first * second, second * out)
-    return 3 * weights + max(hidden + 3 * groups * rows * out, update)
+    update = 2 * groups * max(width * first, first * second, second * out)
+    return 4 * weights + max(hidden + 3 * groups * rows * out, update)
 
 
 def training_rate(settings: MlpSettings) -> float:

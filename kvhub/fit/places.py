@@ -11,6 +11,7 @@ from pathlib import Path
 from kvhub.artifact.manifest import Manifest
 from kvhub.errors import BadInput, KvhubError
 from kvhub.files import writing
+from kvhub.fit.mlp import MlpSettings, parameters
 from kvhub.fit.plot import plot_curve
 from kvhub.fit.run import Fitted
 from kvhub.fit.settings import FitSettings
@@ -49,7 +50,7 @@ def demand_space(
 ) -> None:
     itemsize = 2 if settings.store_dtype == "bfloat16" else 4
     pairs = ((source, target), (target, source))[: 1 + both]
-    numbers = sum(2 * b.num_layers * b.features * settings.features(a) for a, b in pairs)
+    numbers = sum(2 * b.num_layers * _numbers(a, b, settings) for a, b in pairs)
     place = directory.absolute()
     existing = next(parent for parent in (place, *place.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
@@ -58,6 +59,13 @@ def demand_space(
             f"the mappers take {numbers * itemsize / 1e6:.3g} MB and {existing} has {free / 1e6:.3g} MB free",
             "free some space, or choose another --output",
         )
+
+
+def _numbers(source: Geometry, target: Geometry, settings: FitSettings) -> int:
+    """Of one side of one target layer."""
+    if isinstance(settings.train, MlpSettings):
+        return parameters(settings.train, *settings.networks(source, target))
+    return target.features * settings.features(source)
 
 
 def write(fitted: Sequence[Fitted], where: Sequence[Path] | None, mappers: Path, tag: str) -> list[Stored]:
