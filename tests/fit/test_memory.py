@@ -107,11 +107,9 @@ def test_a_resumed_fit_peaks_where_it_said_it_would(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="another allocator")
-@pytest.mark.parametrize("networks", ["head", "layer"])
-def test_networks_peak_where_the_fit_said_they_would(tmp_path: Path, networks: str) -> None:
-    options = ["--family", "mlp", "--networks", networks, "--k", "2", "--epochs", "1"]
-    hidden = "256,256" if networks == "head" else "512,1024"
-    peak = peak_of_fit([*given(20, 256, 1), *options, "--hidden", hidden], tmp_path)
+def test_networks_peak_where_the_fit_said_they_would(tmp_path: Path) -> None:
+    options = ["--family", "mlp", "--hidden", "256,256", "--k", "2", "--epochs", "1"]
+    peak = peak_of_fit([*given(20, 256, 1), *options], tmp_path)
     assert peak.stage == "trains networks"
     assert 0.9 < peak.used / peak.bound <= 1.0
 
