@@ -154,6 +154,10 @@ class Mapper(ABC):
         """What `prepare` makes is kept in `resident` from now on, and may be dropped for other mappers."""
         return
 
+    def let_go(self) -> None:
+        """Drop what `prepare` made, from `keep_in`'s budget too: the mapper is used no more."""
+        return
+
     def engine(self, device: torch.device | str) -> str:
         """What `map_rows` computes with for caches on `device`, for a log."""
         return "torch, layer by layer"

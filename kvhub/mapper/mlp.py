@@ -49,6 +49,7 @@ class MlpMapper(Mapper):
         }
         self._resident: Resident | None = None
         self._token = object()  # two mappers may hold the same artifact
+        self._kept: set[tuple[object, torch.device, torch.dtype]] = set()
         self._placed: dict[tuple[torch.device, torch.dtype], MlpMapper] = {}
         self._placing = threading.Lock()
 
@@ -92,6 +93,14 @@ class MlpMapper(Mapper):
             self._resident = resident
             self._placed.clear()
 
+    def let_go(self) -> None:
+        """See `Mapper.let_go`."""
+        with self._placing:
+            self._placed.clear()
+        for key in self._kept:
+            if self._resident is not None:
+                self._resident.drop(key)
+
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> MlpMapper:
         """A copy on `device` computing in `dtype` (None: as now)."""
         return MlpMapper(self.manifest, self._tensors, device=device, dtype=dtype or self.dtype)
@@ -107,6 +116,7 @@ class MlpMapper(Mapper):
                 for name, one in self._tensors.items()
             )
             key = (self._token, device, dtype)
+            self._kept.add(key)
             ready: MlpMapper = self._resident.get(key, size, lambda: self.to(device, dtype))
             return ready
         with self._placing:

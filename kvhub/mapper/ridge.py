@@ -142,6 +142,14 @@ class RidgeMapper(Mapper):
             self._resident = resident
             self._appliers.clear()
 
+    def let_go(self) -> None:
+        """See `Mapper.let_go`."""
+        with self._making:
+            self._appliers.clear()
+        for key in list(self._sizes):
+            if self._resident is not None:
+                self._resident.drop(key)
+
     def engine(self, device: torch.device | str) -> str:
         """See `Mapper.engine`."""
         device = torch.device(device)

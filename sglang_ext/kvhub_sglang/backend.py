@@ -116,17 +116,11 @@ def open_serving(ctx: Any, ranks: Ranks) -> Serving:
     if found:
         raise Refusal(Code.UNSUPPORTED, f"the server has {found}")
     device = kvcache.k_buffer[0].device
-    resident = Resident(settings.mapper_budget) if settings.mapper_budget else None
-    candidates = []
-    for served in settings.mappers:
-        try:
-            candidates.append(open_candidate(served, identity, device, heads, resident))
-        except (Refusal, KvhubError) as error:
-            logger.error("kvhub does not use mapper %s: %s", served.digest[:12], error)
+    candidates = open_candidates(settings, identity, device, heads)
     return Serving(
         settings=settings,
         identity=identity,
-        candidates=tuple(candidates),
+        candidates=candidates,
         exchange=ShardedExchange(
             open_exchange(settings),
             {identity.digest: heads, **{c.source_digest: c.source_heads for c in candidates}},
@@ -151,6 +145,20 @@ def open_exchange(settings: ServingSettings) -> Exchange:
 
         return open_mooncake(settings.exchange)
     return DirectoryExchange(Path(settings.exchange), max_bytes=settings.exchange_max_bytes)
+
+
+def open_candidates(
+    settings: ServingSettings, identity: ModelIdentity, device: Any, heads: HeadSlice
+) -> tuple[Candidate, ...]:
+    """All mappers of the settings that can be used, within their budget; the others are logged."""
+    resident = Resident(settings.mapper_budget) if settings.mapper_budget else None
+    candidates = []
+    for served in settings.mappers:
+        try:
+            candidates.append(open_candidate(served, identity, device, heads, resident))
+        except (Refusal, KvhubError) as error:
+            logger.error("kvhub does not use mapper %s: %s", served.digest[:12], error)
+    return tuple(candidates)
 
 
 def open_candidate(

@@ -107,6 +107,7 @@ class Serving:
         gone = [c for c in self.candidates if c.digest == digest]
         self.candidates = tuple(c for c in self.candidates if c.digest != digest)
         for candidate in gone:
+            candidate.mapper.let_go()
             self.metrics.withdrawn(digest, candidate.source.name, candidate.draft, cause)
             logger.error("kvhub does not use mapper %s any more: %s", digest[:12], cause)
 

@@ -196,12 +196,16 @@ def test_the_settings_that_the_server_reads(
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
+    memory = ["--heal", "--mapper-gib", "0.5"]
     options = ["--reuse-from", "little", "--worth", "always", "--exact-prefix", "4", "--native-tail", "32"]
-    assert run(["serve", str(pair.target), "--port", port, *options, "--heal", "--shadow", "0.5"]) == 0
+    assert (
+        run(["serve", str(pair.target), "--port", port, *options, "--shadow", "0.5", *memory]) == 0
+    )
     assert started, capsys.readouterr().err
     from kvhub_sglang.settings import load_settings
 
     settings = load_settings({"KVHUB_SERVING": str(tmp_path / "home" / "serving" / f"{port}.json")})
     assert settings.worth == "always" and settings.heal and settings.shadow == 0.5
+    assert settings.mapper_budget == 1 << 29
     [mapper] = settings.mappers
     assert (mapper.exact_prefix, mapper.native_tail) == (4, 32) and settings.cost_file is not None

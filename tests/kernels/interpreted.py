@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.applying import Case, again, check, make_problem, wrong_calls
+from support.pairwise import cover
 
 from benchmarks.gpu_checks import EXTRAS
 from benchmarks.gpu_checks import check as gpu_check
@@ -49,6 +50,7 @@ CASES = {
         tokens=7, k=1, source=(2, 2, 16), target=(2, 5, 40), pairing=("half", "interleaved"), normalised=True
     ),
     "more columns than a tile": Case(tokens=33, k=1, source=(2, 2, 64), target=(1, 8, 96), scattered=False),
+    **cover(),
 }
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.applying import Case, again, check, make_problem, wrong_calls
+from support.pairwise import cover
 
 from kvhub_kernels.cpu import CpuApplier
 
@@ -37,6 +38,7 @@ CASES = {
     "normalised, head-local": Case("head-local", normalised=True, scattered=False, tokens=200),
     "normalised, int8": Case(normalised=True, weights="int8", pool=torch.bfloat16, partial=(1.0, 0.5)),
     "int8, head-local": Case(weights="int8", support="head-local", pool=torch.bfloat16),
+    **cover(),
 }
 
 

@@ -171,7 +171,10 @@ def test_mappers_on_another_device_share_a_budget():
     sizes = []
     for mapper in (one, other):
         alone = Resident(budget=1 << 20)
+        mapper.prepare("meta", torch.bfloat16)
+        assert mapper._placed
         mapper.keep_in(alone)
+        assert not mapper._placed  # what was kept without a bound is let go
         mapper.prepare("cpu", torch.bfloat16)
         assert alone.nbytes == 0 and mapper.hold("cpu", torch.bfloat16) is mapper
         mapper.prepare("meta", torch.bfloat16)
@@ -185,6 +188,8 @@ def test_mappers_on_another_device_share_a_budget():
     one.prepare("meta", torch.float16)
     other.prepare("meta", torch.float16)
     assert one.hold("meta", torch.float16) is None and other.hold("meta", torch.float16) is not None
+    other.let_go()
+    assert resident.nbytes == 0
     one.keep_in(Resident(budget=sizes[0] - 1))
     with pytest.raises(ValueError, match="does not fit"):
         one.prepare("meta", torch.float16)

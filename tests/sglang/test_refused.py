@@ -18,9 +18,9 @@ from kvhub.artifact.manifest import Manifest
 from kvhub.errors import KvhubError
 from kvhub.exchange.shards import HeadSlice
 from kvhub_kernels.resident import Resident
-from kvhub_sglang.backend import open_candidate
+from kvhub_sglang.backend import open_candidate, open_candidates
 from kvhub_sglang.refusal import Refusal
-from kvhub_sglang.settings import ServedMapper
+from kvhub_sglang.settings import ServedMapper, ServingSettings
 from kvhub_sglang.supported import refused_pool
 
 MAPPER = mapper_between(SMALL, LARGE)
@@ -112,6 +112,33 @@ def test_a_mapper_is_made_ready_within_the_budget_of_the_settings(artifact: tupl
     assert candidate.mapper.hold("cpu", torch.float32) is not None
     with pytest.raises(Refusal, match="does not fit"):
         opened(*artifact, resident=Resident(budget=resident.nbytes - 1))
+
+
+def test_mappers_share_the_budget_and_leave_it_with_their_service(tmp_path: Path) -> None:
+    manifests = [make_artifact(tmp_path / name) for name in "ab"]
+    for name, manifest in zip("ab", manifests, strict=True):
+        write_evidence(tmp_path / name, make_evidence(manifest, top1=0.95))
+    target = manifests[0].target
+    served = [
+        ServedMapper(path=str(tmp_path / name), digest=manifest.digest, state="ready")
+        for name, manifest in zip("ab", manifests, strict=True)
+    ]
+
+    def ready(budget: int | None) -> list[bool]:
+        settings = ServingSettings.model_construct(mappers=served, mapper_budget=budget)
+        heads = HeadSlice.everything(target.geometry.num_kv_heads)
+        found = open_candidates(settings, target, torch.device("cpu"), heads)
+        held = [candidate.mapper.hold("cpu", torch.float32) is not None for candidate in found]
+        for candidate in found:
+            candidate.mapper.let_go()
+            assert budget is None or candidate.mapper.hold("cpu", torch.float32) is None
+        return held
+
+    assert ready(None) == ready(1 << 20) == [True, True]
+    alone = Resident(budget=1 << 20)
+    opened(tmp_path / "a", manifests[0], resident=alone)
+    assert ready(alone.nbytes * 3 // 2) == [False, True]  # the second took the room of the first
+    assert ready(alone.nbytes // 2) == []
 
 
 def test_mappers_that_are_missing_or_damaged(artifact: tuple[Path, Manifest]) -> None:
