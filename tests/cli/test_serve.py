@@ -198,9 +198,7 @@ def test_the_settings_that_the_server_reads(
         port = str(listener.getsockname()[1])
     memory = ["--heal", "--mapper-gib", "0.5"]
     options = ["--reuse-from", "little", "--worth", "always", "--exact-prefix", "4", "--native-tail", "32"]
-    assert (
-        run(["serve", str(pair.target), "--port", port, *options, "--shadow", "0.5", *memory]) == 0
-    )
+    assert run(["serve", str(pair.target), "--port", port, *options, "--shadow", "0.5", *memory]) == 0
     assert started, capsys.readouterr().err
     from kvhub_sglang.settings import load_settings
 
