@@ -190,8 +190,8 @@ def one_way(pair: StudyPair, name: str, given: argparse.Namespace) -> None:
             len(solved.layers[0]), recipe.exact_prefix, stored_bytes(solved), apply_flops(solved), seconds
         )
         done(wanted, scores, cost)
-    for entry in given.mapper:
-        label, _, path = entry.partition("=")
+    for stored in given.mapper:
+        label, _, path = stored.partition("=")
         mapper = load_mapper(path)
         manifest = mapper.manifest
         if (manifest.source.digest, manifest.target.digest) == (bundle.source.digest, bundle.target.digest):

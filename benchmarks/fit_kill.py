@@ -24,6 +24,7 @@ import transformers
 from support.fitting import fork
 
 from benchmarks.machine import describe, write
+from kvhub.fit.checkpoint import sealed
 
 
 def run(arguments: list[str], home: Path, after: float | None = None) -> tuple[bool, float, str]:
@@ -67,7 +68,7 @@ def in_one_piece(command: list[str], root: Path, begun: str, whole: float) -> li
         run([*command, "--checkpoint", str(keep)], root / "probe", after)
         after *= 1.5
     content = json.loads(state.read_bytes()) | {"created": begun, "windows": 0, "file": None}
-    state.write_text(json.dumps(content))
+    state.write_bytes(sealed(content))
     run([*command, "--checkpoint", str(keep)], root / "home")
     return digests(root / "home")
 

@@ -28,19 +28,24 @@ def read_bounded(path: Path, *, limit: int, follow_symlinks: bool = False) -> by
         raise AccessDenied(f"{path} may not be read", "check who owns it") from None
     except OSError as error:  # ELOOP: a symlink; ENXIO: a socket
         raise Corrupt(f"{path} is not a regular file ({error.strerror})") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Corrupt(f"{path} is not a regular file")
     with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor, not a path
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Corrupt(f"{path} is not a regular file")
         data = file.read(limit + 1)
     if len(data) > limit:
         raise Corrupt(f"{path} is larger than {limit} bytes")
     return data
 
 
-def parse_object(data: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `data`; `what` names it in errors (`Corrupt`)."""
+def parse_object(data: bytes, what: str, *, constants: bool = False) -> dict[str, Any]:
+    """The JSON object in `data`; `what` names it in errors (`Corrupt`).
+
+    constants: NaN and Infinity may be in it, which Python's own writer makes and JSON does not have.
+    """
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        known = float if constants else _no_constant
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=known)
     except _Duplicate as error:
         raise Corrupt(f"{what}: key {error.key!r} appears twice") from None
     except _NoNumber as error:

@@ -158,7 +158,9 @@ def calibration_set(
 def _named(corpus: Corpus, several: bool) -> str:
     digest = hashlib.sha256(chr(0).join(corpus.calibration).encode()).hexdigest()[:12]
     share = f" x{corpus.weight:g}" if several and corpus.weight != 1 else ""
-    return f"{corpus.name}@{digest}{share}"
+    # in a mixture the revision of one text is not the set's
+    commit = f" of {corpus.revision}" if several and corpus.revision else ""
+    return f"{corpus.name}@{digest}{commit}{share}"
 
 
 def _set_aside(documents: Sequence[str]) -> tuple[list[str], list[str]]:

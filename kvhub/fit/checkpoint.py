@@ -1,6 +1,6 @@
 """Progress of a fit on disk: after a crash or kill -9 the same command goes on and gives the same mapper.
 
-    state.json                which fit this is, when it began, how many windows are in the moments
+    state.json                which fit this is, when it began, windows in the moments; a sha256 of that
     moments-<windows>.safetensors   sums, products, and the rows of a block that is not full yet
     lock                      held while a fit runs
 
@@ -93,7 +93,8 @@ class Checkpoint:
     def _open(self) -> None:
         found = self._read()
         if found is None:
-            strange = [p.name for p in self.directory.iterdir() if not is_progress(p.name)]
+            here = list(self.directory.iterdir())
+            strange = [p.name for p in here if not is_progress(p.name) or (p.name == STATE and p.is_dir())]
             if strange:
                 raise BadInput(
                     f"{self.directory} is not a checkpoint: it holds {sorted(strange)[0][:60]!r}",
@@ -106,7 +107,7 @@ class Checkpoint:
                 "windows": 0,
                 "file": None,
             }
-            write_bytes(self.directory / STATE, canonical_json(self._state) + b"\n")
+            self._write()
         else:
             self._state = found
             self._demand_same()
@@ -116,6 +117,9 @@ class Checkpoint:
     def _read(self) -> dict[str, Any] | None:
         try:
             state = parse_object(read_bounded(self.directory / STATE, limit=_LIMIT), STATE)
+            if state.get("sha256") != _sum(state):  # one digit of `windows` is another mapper
+                raise KvhubError(f"{STATE} is damaged")
+            del state["sha256"]
             self._demand_shape(state)
         except NotFound:
             return None
@@ -123,6 +127,9 @@ class Checkpoint:
             self.damaged = error.message
             return None
         return state
+
+    def _write(self) -> None:
+        write_bytes(self.directory / STATE, sealed(self._state))
 
     @staticmethod
     def _demand_shape(state: Mapping[str, Any]) -> None:
@@ -159,13 +166,16 @@ class Checkpoint:
         if not path.is_file() or sha256_of(path) != file.get("sha256"):
             self.damaged = f"{path.name} is missing or damaged"
             self._state |= {"windows": 0, "file": None}
-            write_bytes(self.directory / STATE, canonical_json(self._state) + b"\n")
+            self._write()
 
     def _sweep(self) -> None:
         keep = self._state["file"]["name"] if self._state["file"] else ""
         for path in self.directory.iterdir():
             if path.name.startswith((".writing-", "moments-")) and path.name != keep:
-                path.unlink(missing_ok=True)
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
 
     @property
     def tag(self) -> str:
@@ -187,7 +197,7 @@ class Checkpoint:
         """Remember the decision."""
         if self.layers != layers:
             self._state["layers"] = layers
-            write_bytes(self.directory / STATE, canonical_json(self._state) + b"\n")
+            self._write()
 
     @property
     def windows(self) -> int:
@@ -231,7 +241,7 @@ class Checkpoint:
         about = {"n": str(moments.key.n), "waiting": str(len(moments.waiting))}
         digest = write_tensors(self.directory / name, tensors, about)
         self._state |= {"windows": windows, "file": {"name": name, "sha256": digest}}
-        write_bytes(self.directory / STATE, canonical_json(self._state) + b"\n")
+        self._write()
         self._sweep()
         self._written = time.monotonic()
         self._took = self._written - began
@@ -263,6 +273,15 @@ def _restore(moments: Moments, kind: str, file: TensorFile) -> None:
             place = band.of(moments)
             for at, rows in file.rows(f"{kind}.{band.matrix}", band.start, band.stop):
                 place[at - band.start :][: len(rows)].copy_(rows[:, left:])
+
+
+def sealed(state: Mapping[str, Any]) -> bytes:
+    """A state as it is kept, with its sha256."""
+    return canonical_json({**state, "sha256": _sum(state)}) + b"\n"
+
+
+def _sum(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json({**state, "sha256": ""})).hexdigest()
 
 
 def _short(value: object) -> str:

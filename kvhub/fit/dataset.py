@@ -79,7 +79,8 @@ def read_dataset(dataset: Dataset, *, characters: int, cache: Path, tokenizer: A
         with _explained(dataset):
             records = _take(_records(dataset, commit, names), characters)
         kept.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(kept, b"".join(json.dumps(record).encode() + b"\n" for record in records))
+        body = b"".join(json.dumps(record).encode() + b"\n" for record in records)
+        write_bytes(kept, body + _sum(body) + b"\n")
     return documents_of(_lines(kept), dataset.repo, tokenizer), commit
 
 
@@ -93,13 +94,17 @@ def _kept(dataset: Dataset, commit: str, characters: int, cache: Path) -> Path:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield number, json.loads(line)
-            except ValueError:
-                path.unlink(missing_ok=True)
-                raise KvhubError(f"{path} was damaged and is removed", "start again") from None
+    """Records of a kept file, whose last line is the sha256 of the others: what is damaged is not fitted."""
+    body, _, last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
+    if last != _sum(body + b"\n"):
+        path.unlink(missing_ok=True)
+        raise KvhubError(f"{path} was damaged and is removed", "start again")
+    for number, line in enumerate(body.splitlines(), 1):
+        yield number, json.loads(line)
+
+
+def _sum(body: bytes) -> bytes:
+    return hashlib.sha256(body).hexdigest().encode()
 
 
 def _take(records: Iterator[dict[str, Any]], characters: int) -> list[dict[str, Any]]:

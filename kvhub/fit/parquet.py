@@ -49,7 +49,9 @@ def parquet_records(file: Any, where: str) -> Iterator[tuple[int, dict[str, Any]
             for value in batch.column(0).to_pylist():
                 number += 1
                 yield number, {column: value if value is not None else ""}
-    except ArrowException as error:
+    except (ArrowException, OSError) as error:  # OSError: a damaged page
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadInput(
             f"{where} cannot be read as Parquet: {reason[:120]}", "fetch or write the file again"

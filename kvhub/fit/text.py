@@ -152,7 +152,10 @@ def _read(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise BadInput(f"{path} is larger than {MAX_BYTES >> 30} GiB", "give a sample of it")
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)  # a device has no size and no end
+        if len(data) > MAX_BYTES:
+            raise BadInput(f"{path} is larger than {MAX_BYTES >> 30} GiB", "give a sample of it")
     except FileNotFoundError:
         raise NotFound(f"no such text file: {path}", "check the path that --text names") from None
     except PermissionError:

@@ -72,10 +72,12 @@ def read_config(path: Path) -> ModelConfig:
         data = read_bounded(path / "config.json", limit=CONFIG_LIMIT, follow_symlinks=True)
     except NotFound:
         raise NotFound(f"{path} has no config.json", "give a directory that transformers can load") from None
-    raw = parse_object(data, f"{path / 'config.json'}")
+    where = f"{path / 'config.json'}"
+    raw = parse_object(data, where, constants=True)  # hybrids are written with Infinity: first what it is
     _refuse_layers(path, raw)
     _refuse_quantization(path, raw)
     _refuse_type(path, raw)
+    parse_object(data, where)
     architecture = ARCHITECTURES[raw["model_type"]]
     with named(str(path)):
         demand_rope(raw, model_type=raw["model_type"], partial=architecture.partial)

@@ -14,7 +14,7 @@ from support.fitting import Pair, fork
 
 from kvhub.cli import run
 from kvhub.errors import BadInput, KvhubError
-from kvhub.fit.checkpoint import Checkpoint
+from kvhub.fit.checkpoint import Checkpoint, sealed
 from kvhub.fit.moments import PairMoments
 from kvhub.model.identity import Geometry
 
@@ -81,7 +81,9 @@ def test_two_processes_do_not_share_one(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "absent", "state"])
+@pytest.mark.parametrize(
+    "damage", ["flip", "cut", "absent", "state", "windows", "a name", "layers", "a directory"]
+)
 def test_what_is_damaged_is_not_used(tmp_path: Path, damage: str) -> None:
     with Checkpoint(tmp_path, {"k": 2}).held() as checkpoint:
         checkpoint.save(filled(2), 2)
@@ -94,12 +96,28 @@ def test_what_is_damaged_is_not_used(tmp_path: Path, damage: str) -> None:
         file.write_bytes(bytes(data[:-100]))
     elif damage == "absent":
         file.unlink()
+    elif damage == "a directory":
+        file.unlink()
+        file.mkdir()
+    elif damage in ("windows", "a name", "layers"):  # all else is as it was
+        here = tmp_path / "state.json"
+        old, new = {"windows": ('"windows":2', '"windows":3'), "a name": ('"k":2', '"j":2')}.get(
+            damage, ('"schema_version"', '"layers":1,"schema_version"')
+        )
+        assert old in here.read_text()
+        here.write_text(here.read_text().replace(old, new))
     else:
         (tmp_path / "state.json").write_text('{"schema_version": 1, "windows": "many"}')
     with Checkpoint(tmp_path, {"k": 2}).held() as again:
         assert again.damaged and again.windows == 0
         assert again.restore(PairMoments.zeros(SHAPE, SHAPE, both=True)) == 0
     assert not list(tmp_path.glob("moments-*"))
+
+
+def test_a_directory_in_the_place_of_the_state_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "state.json").mkdir()
+    with pytest.raises(BadInput, match="not a checkpoint"), Checkpoint(tmp_path, {"k": 2}).held():
+        pass
 
 
 def test_done_leaves_nothing_of_ours_and_all_of_others(tmp_path: Path) -> None:
@@ -143,7 +161,7 @@ def test_kill_at_three_moments_and_the_digest_is_that_of_a_fit_in_one_piece(tmp_
     # The same fit in one piece, told to have begun at the same time.
     calm, other = tmp_path / "calm", tmp_path / "other"
     other.mkdir()
-    (other / "state.json").write_text(json.dumps({**kept, "windows": 0, "file": None}))
+    (other / "state.json").write_bytes(sealed({**kept, "windows": 0, "file": None}))
     pid = fork(pair.arguments("--both", "--checkpoint", str(other)), calm, log)
     assert os.waitpid(pid, 0)[1] == 0, log.read_text()
     assert digests(calm) == digests(home)

@@ -10,8 +10,10 @@ import pytest
 from loopback_hub import LoopbackHub
 from loopback_hub.store import Repo
 from support.prose import documents
+from support.tiny import make_tokenizer
 
 from kvhub.errors import BadInput, KvhubError, NotFound, Unreachable
+from kvhub.fit.calibration import calibration_set
 from kvhub.fit.dataset import Dataset, read_dataset
 from kvhub.fit.settings import FitSettings
 from kvhub.fit.source_text import Texts
@@ -70,6 +72,15 @@ def test_parquet_is_read_by_its_text_column_only_as_far_as_wanted(hub: LoopbackH
         Dataset.parse(f"{NAME}@{commit}"), characters=20_000, cache=tmp_path / "cache", tokenizer=None
     )
     assert again == found and not hub.log
+    [kept] = (tmp_path / "cache").rglob("*.jsonl")
+    whole = kept.read_bytes()
+    for damaged in (whole.replace(b"a", b"b", 1), whole[:-80], b"\xff" + whole, b""):
+        kept.write_bytes(damaged)
+        with pytest.raises(KvhubError, match="was damaged and is removed"):
+            read_dataset(
+                Dataset.parse(f"{NAME}@{commit}"), characters=20_000, cache=tmp_path / "cache", tokenizer=None
+            )
+        assert not kept.exists()
     moved, other = read_dataset(
         Dataset.parse(f"{NAME}/data"), characters=20_000, cache=tmp_path / "cache", tokenizer=None
     )
@@ -111,6 +122,9 @@ def test_mixtures_of_files_and_data_sets(hub: LoopbackHub, tmp_path: Path) -> No
         ("b:2", 1, None),
         (NAME, 0.5, f"commit:{commit}"),
     ]
+    whole = calibration_set(corpora, make_tokenizer(320), sequences=4, length=64)
+    assert whole.revision is None and f"{NAME}@" in whole.dataset
+    assert f" of commit:{commit} x0.5" in whole.dataset and whole.dataset.count("commit:") == 1
 
 
 @pytest.mark.parametrize("name", ["prose", "org/prose/../x", "org/prose@", "a b/c", "org/prose@;rm"])

@@ -74,11 +74,11 @@ def test_absent_directory_and_forbidden(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(BadInput, match="directory"):
         read_documents([tmp_path])
 
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path, mode: str = "r") -> None:
         raise PermissionError(13, "no")
 
     write_text(tmp_path / "a.txt", 3)
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read anything, so the mode bits cannot
+    monkeypatch.setattr(Path, "open", refuse)  # root may read anything, so the mode bits cannot
     with pytest.raises(AccessDenied):
         read_documents([tmp_path / "a.txt"])
 
@@ -218,5 +218,11 @@ def test_parquet(tmp_path: Path) -> None:
             path.write_bytes(content)
         with pytest.raises(kind, match=says):
             read_documents([path])
+    pq.write_table(pa.table({"text": [f"document {n} " * 50 for n in range(500)]}), path)
+    data = bytearray(path.read_bytes())
+    data[60:400] = bytes(340)  # in a page: the footer is whole
+    path.write_bytes(data)
+    with pytest.raises(BadInput, match="cannot be read as Parquet"):
+        read_documents([path])
     with pytest.raises(NotFound):
         read_documents([tmp_path / "absent.parquet"])

@@ -122,3 +122,19 @@ def test_no_config_and_no_json(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(Corrupt):
         read_config(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(Corrupt, match="not a regular file"):
+        read_config(tmp_path)
+
+
+def test_infinity_keeps_no_kind_from_being_named(tmp_path):
+    """Python's own writer puts it into the config of hybrids; in one that could be used it is damage."""
+    hybrid = '{"model_type": "mamba2", "time_step_limit": [0.0, Infinity]}'
+    (tmp_path / "config.json").write_text(hybrid)
+    with pytest.raises(Incompatible) as caught:
+        read_config(tmp_path)
+    assert caught.value.code == "hybrid"
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"other": float("inf")}))
+    with pytest.raises(Corrupt, match="it holds Infinity"):
+        read_config(tmp_path)
