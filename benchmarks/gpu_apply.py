@@ -5,9 +5,10 @@
 In order of what matters most if time runs out: shapes against the definition, by several processes
 (`gpu_checks.py` says which); the dispatch floor, eager and from a CUDA graph; Qwen3 14B->32B at 32,768 tokens
 in both supports and int8; then the other pairs and lengths. Ceilings (a large bfloat16 product, a large copy)
-are measured in the same run. A wrong result is reported and never timed. `--tune` prints the time of every
-candidate tile and the table's line of the fastest. Writes `apply_gpu.csv`, `apply_gpu_checks.csv` and
-`apply_gpu.json`, which says how many of the shapes were checked.
+are measured in the same run. A wrong result is reported and never timed, that of a candidate tile and of a
+graph's replay too. `--tune` prints the time of every candidate tile and the table's line of the fastest.
+Exit code 1 where anything was wrong or failed, 2 without a GPU. Writes `apply_gpu.csv`,
+`apply_gpu_checks.csv` and `apply_gpu.json`, which says how many of the shapes were checked.
 """
 
 from __future__ import annotations
@@ -98,9 +99,11 @@ def arriving(tokens: int = 8192) -> dict[str, Any]:
         torch.equal(a.nan_to_num(7), b.nan_to_num(7))
         for a, b in zip(kept, (*target.keys, *target.values), strict=True)
     )
+    if not (good and same):
+        return {"tokens": tokens, "equal": False}
     return {
         "tokens": tokens,
-        "equal": good and same,
+        "equal": True,
         "landing_milliseconds": round(timed(landing, 5), 2),
         "at_once_milliseconds": round(timed(at_once, 5), 2),
     }
@@ -136,6 +139,21 @@ def error_of_part(
     return error_of(weights, dtype, few[0], few[1], turns[0], turns[1], layers)
 
 
+def sample(target: Rows) -> list[torch.Tensor]:
+    """What was written of the first and the last layer."""
+    slots = target.token_slots()
+    layers = (target.keys[0], target.values[0], target.keys[-1], target.values[-1])
+    return [layer[: target.tokens].clone() if slots is None else layer[slots] for layer in layers]
+
+
+def off(target: Rows, first: list[torch.Tensor]) -> float:
+    """The largest relative difference of `sample` now; 0 only where every bit is the same."""
+    pairs = list(zip(sample(target), first, strict=True))
+    if all(map(torch.equal, *zip(*pairs, strict=True))):
+        return 0.0
+    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+
+
 def measure(
     name: str, support: Any, tokens: int, top: dict[str, float], *, int8: bool, tune: bool
 ) -> dict[str, Any]:
@@ -153,10 +171,16 @@ def measure(
         applier.apply(source, target, strip, rotate)
 
     best = None
+    ours()
+    first = sample(target)
     if tune:
         times = {}
         for tile in CANDIDATES:
             try:
+                applier.apply(source, target, strip, rotate, tile=tile)
+                if off(target, first) > TOLERANCE[dtype]:
+                    print(f"WRONG {tile}", flush=True)
+                    continue
                 times[tile] = timed(lambda: applier.apply(source, target, strip, rotate, tile=tile), 5)  # noqa: B023
             except Exception as failure:  # too much shared memory on this GPU
                 print(f"{tile}: {str(failure)[:120]}", flush=True)
@@ -181,6 +205,10 @@ def measure(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         ours()
+    for layer in (*target.keys, *target.values):
+        layer.fill_(float("nan"))
+    graph.replay()
+    assert off(target, first) == 0, f"{name} {support} {tokens}: a graph's replay gives other rows"
     replay = timed(graph.replay)
     x = torch.randn(plan.groups, tokens, plan.depth, device=DEVICE, dtype=dtype)
     out = torch.empty(plan.groups, tokens, plan.columns, device=DEVICE, dtype=dtype)
@@ -224,6 +252,9 @@ def main() -> None:
         "--tune", action="store_true", help="try every candidate tile at 14B->32B, 32,768 tokens"
     )
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "gpu_apply: torch sees no GPU here\n")
+    failed = False
     options.out.mkdir(parents=True, exist_ok=True)
     clock = Clock(options.seconds)
     torch.manual_seed(0)
@@ -263,6 +294,7 @@ def main() -> None:
             tune = options.tune and name == MAIN and tokens == 32768 and not int8
             rows.append(measure(name, support, tokens, top, int8=int8, tune=tune))
         except Exception as failure:
+            failed = True
             print(f"FAILED {name} {support} {tokens}: {str(failure)[:400]}", flush=True)
             torch.cuda.empty_cache()
             continue
@@ -280,6 +312,8 @@ def main() -> None:
         save(options.out, "apply_gpu.csv", rows)
         torch.cuda.empty_cache()
     (options.out / "apply_gpu.json").write_text(json.dumps(about | {"rows": len(rows)}, indent=1) + "\n")
+    if failed or bad or not about["arriving"]["equal"]:
+        parser.exit(1)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import inspect
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
@@ -43,7 +43,7 @@ class Resources:
     spills: int
     """Local memory a thread: spilled registers and stack."""
     spilled_in_loop: int
-    """Accesses to local memory between the first and the last matrix instruction."""
+    """Accesses to it in a turn of the innermost loop around the products."""
     instructions: str
     """The matrix instructions found in the machine code."""
     source: str
@@ -198,8 +198,6 @@ def _compile(
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage, code = _inspect(built.asm["cubin"])
-    products = [index for index, name in enumerate(code) if _is_product(name)] or [0]
-    first, last = products[0], products[-1]
     return Resources(
         kernel=kernel.fn.__name__,
         variant=variant,
@@ -207,18 +205,44 @@ def _compile(
         registers=int(usage["REG"]),
         shared=int(usage["SHARED"]) + int(built.metadata.shared),
         spills=int(usage["LOCAL"]) + int(usage["STACK"]),
-        spilled_in_loop=sum(name.startswith(("LDL", "STL")) for name in code[first:last]),
-        instructions=" ".join(sorted({name.split(".")[0] for name in code if _is_product(name)})),
+        spilled_in_loop=_spilled_in_loop(code),
+        instructions=" ".join(sorted({one.name.split(".")[0] for one in code if one.is_product})),
         source=source_digest(),
     )
 
 
-def _is_product(instruction: str) -> bool:
-    return instruction.startswith(("HMMA", "HGMMA", "UTCHMMA"))
+class Instruction(NamedTuple):
+    """One line of machine code. target: the address that a branch goes to; None: no branch."""
+
+    address: int
+    name: str
+    target: int | None
+
+    @property
+    def is_product(self) -> bool:
+        return self.name.startswith(("HMMA", "HGMMA", "UTCHMMA"))
 
 
-def _inspect(cubin: bytes) -> tuple[dict[str, str], list[str]]:
-    """Resource usage, and the names of the instructions in order."""
+def _spilled_in_loop(code: Sequence[Instruction]) -> int:
+    """Accesses to local memory in the innermost loops that hold products: what every turn pays.
+
+    A loop is what a branch backwards spans, so that what comes before its first product is in it. Of those
+    that overlap only the shortest counts: longer ones are the loop over tiles, around it, or ways back from
+    code that waits for memory and stands apart.
+    """
+    back = [(one.target, one.address) for one in code if one.target is not None]
+    products = [one.address for one in code if one.is_product]
+    inner: list[tuple[int, int]] = []
+    for first, last in sorted(back, key=lambda loop: loop[1] - loop[0]):
+        holds = any(first <= at <= last for at in products)
+        if first <= last and holds and all(last < a or b < first for a, b in inner):
+            inner.append((first, last))
+    local = (one.address for one in code if one.name.startswith(("LDL", "STL")))
+    return sum(any(a <= at <= b for a, b in inner) for at in local)
+
+
+def _inspect(cubin: bytes) -> tuple[dict[str, str], list[Instruction]]:
+    """Resource usage, and the instructions in order."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -230,5 +254,9 @@ def _inspect(cubin: bytes) -> tuple[dict[str, str], list[str]]:
             ).stdout
 
         usage = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", run("-res-usage")))
-        names = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", run("-sass"))
-        return usage, names
+        line = r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)([^;]*);"
+        code = []
+        for address, name, rest in re.findall(line, run("-sass")):
+            target = re.search(r"0x([0-9a-f]+)", rest) if name.startswith("BRA") else None
+            code.append(Instruction(int(address, 16), name, int(target[1], 16) if target else None))
+        return usage, code

@@ -39,7 +39,7 @@ TABLE: dict[tuple[int, str, int], Tile] = {
     (90, "head-local", ANY): Tile(128, 64, 64, 8, 4),
 }
 """By the least compute capability, support, and the most tokens it is meant for. Chosen from what the
-compiler reports (operands in flight, no spill inside the loop); not yet measured on a GPU.
+compiler reports (operands in flight, next to no spill in the inner loop); not yet measured on a GPU.
 """
 
 CANDIDATES = [

@@ -12,7 +12,9 @@ import pytest
 from kvhub_kernels import compiled, fused
 from kvhub_kernels.compiled import (
     HEAD_DIM,
+    Instruction,
     Resources,
+    _spilled_in_loop,
     compile_affine,
     compile_gather,
     source_digest,
@@ -31,11 +33,20 @@ def test_long_prompts(capability, support, tmp_path, monkeypatch):
     tile = TABLE[90 if capability >= 90 else 80, support, ANY]
     found = compile_affine(support, tile, capability, int8=False, name=support)
     assert found.instructions == INSTRUCTION[capability]
-    if capability < 100:  # from 100 on accumulators lie in tensor memory, read back among the products
-        assert found.spilled_in_loop == 0
+    assert found.spilled_in_loop <= {("full", 90): 4, ("full", 100): 1}.get((support, capability), 0)
     # Operands of all stages but the one in use are in flight: the loads were pipelined.
     assert found.shared >= tile.shared(2) * (tile.stages - 1) // tile.stages
     assert found.shared <= 232448
+
+
+def test_what_every_turn_of_the_inner_loop_pays():
+    """Loads at its head count; the loop over tiles, and ways back from code that stands apart, do not."""
+    code = "10 LDL|20 HGMMA|30 LDL.64|40 BRA 900|50 STL|60 HGMMA|70 LDL|80 BRA 30|90 STL|a0 BRA 10"
+    code += "|900 LDL|910 BRA 50"
+    lines = [line.split() for line in code.split("|")]
+    made = [Instruction(int(a, 16), name, int(to[0], 16) if to else None) for a, name, *to in lines]
+    assert _spilled_in_loop(made) == 3
+    assert _spilled_in_loop([one for one in made if not one.is_product]) == 0
 
 
 def test_gather(tmp_path, monkeypatch):
