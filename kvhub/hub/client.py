@@ -66,7 +66,7 @@ def api() -> HfApi:
     bounds.install()
     if "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
         disable_progress_bars()  # one bar of ours, not one for each file
-    endpoint = os.environ.get("HF_ENDPOINT") or None
+    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None  # as the client itself takes it
     return HfApi(endpoint=endpoint, library_name="kvhub", library_version=__version__)
 
 
@@ -119,8 +119,7 @@ def explain(error: Exception, what: str, revision: str | None = None) -> KvhubEr
     """One of our errors for one of the client's."""
     from huggingface_hub import errors as hub
 
-    if isinstance(error, hub.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # "cannot find it locally": the reason is underneath
+    error = _beneath(error)
     if isinstance(error, KvhubError):
         return error
     if isinstance(error, hub.HFValidationError):
@@ -201,10 +200,19 @@ def _by_status(status: int, what: str, said: str | None, *, reads: bool) -> Kvhu
     return KvhubError(f"the Hub refuses this on {what} ({status}){detail}")
 
 
+def _beneath(error: Exception) -> Exception:
+    """The reason, where the client says only what it failed in: "cannot find it locally", "upload of X"."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    wraps = isinstance(error, LocalEntryNotFoundError) or type(error) is RuntimeError
+    return error.__cause__ if wraps and isinstance(error.__cause__, Exception) else error
+
+
 def _wait(error: Exception, attempt: int) -> float | None:
     """Seconds until the next attempt, None where another would be pointless."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
+    error = _beneath(error)
     status = _status(error)
     if status is None:
         lost = _is_transport(error) and not isinstance(error, OfflineModeIsEnabled)

@@ -28,7 +28,7 @@ from kvhub.store import blobs, leftovers, origin, roots, use
 from kvhub.store import fits as unfinished
 from kvhub.store.links import Links
 from kvhub.store.lost import misplaced
-from kvhub.store.removal import remove_locked
+from kvhub.store.removal import remove_locked, undo
 from kvhub.store.strays import Stray, is_blob, look
 from kvhub_registry import Full, MapperRow, State
 
@@ -109,6 +109,7 @@ def collect(
         with reading_registry(settings) if dry_run else open_registry(settings) as registry:
             rows = registry.list()
         if not dry_run:
+            undo(rows, settings)
             roots.settle(settings, grace)
         locked = roots.locked(settings, grace)
         done.absent.extend(

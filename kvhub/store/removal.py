@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvhub.artifact.read import verify_artifact
 from kvhub.catalog import explained, files_of, inside, open_registry
 from kvhub.errors import AccessDenied, KvhubError
 from kvhub.hub import store
@@ -16,7 +17,7 @@ from kvhub.store import blobs
 from kvhub_registry import Full, MapperRow, RegistryError, State
 from kvhub_registry.files import free_bytes, has_room
 
-GONE = "its files are gone: they were deleted, and the disk had no room to forget the row"
+GONE = "its files are gone: they were deleted, and its row could not be forgotten"
 
 
 def remove(row: MapperRow, settings: Settings | None = None) -> bool:
@@ -81,6 +82,27 @@ def remove_locked(
             else:
                 shutil.rmtree(aside)
     return going.kept
+
+
+def undo(rows: Sequence[MapperRow], settings: Settings) -> None:
+    """Undo what was killed between putting files aside and forgetting the row, by the lock's holder.
+
+    Where the files are not whole any more (a full disk) the row becomes a draft that says so.
+    """
+    for row in rows:
+        directory = settings.mappers / row.digest
+        aside = store.aside(directory)
+        if directory.exists() or not aside.is_dir():
+            continue
+        try:
+            whole = verify_artifact(aside, deep=False).digest == row.digest
+        except KvhubError:
+            whole = False
+        if whole:
+            aside.rename(directory)
+            continue
+        with explained(), open_registry(settings) as registry:
+            registry.set_state(row.digest, State.DRAFT, GONE, keep_retired=True)
 
 
 class _Going:

@@ -16,7 +16,7 @@ from support.published import publishable
 from kvhub.artifact.manifest import Manifest
 from kvhub.artifact.read import verify_artifact
 from kvhub.catalog import open_registry
-from kvhub.errors import Corrupt, KvhubError, NotFound, Unreachable
+from kvhub.errors import AccessDenied, Corrupt, KvhubError, NotFound, Unreachable
 from kvhub.hub.pull import fetch, pull
 from kvhub.hub.push import push
 from kvhub.settings import Settings
@@ -169,4 +169,28 @@ def test_an_upload_that_fails_sends_the_other_shards_once(
     weights = [entry.sha256 for entry in shards.files if entry.name.endswith(".safetensors")]
     assert not bad
     assert {sent[sha] for sha in weights if sha != shards.files[2].sha256} == {1}
+    assert verify_artifact(pull(REPO), deep=True) == shards
+
+
+@pytest.mark.parametrize(("status", "kind"), [(403, AccessDenied), (503, Unreachable), (429, Unreachable)])
+def test_an_upload_that_is_always_refused_says_what_the_hub_says(
+    shards: Manifest, hub: LoopbackHub, tmp_path: Path, status: int, kind: type[KvhubError]
+) -> None:
+    """The client wraps it in an error of its own, which names the file alone."""
+    for path in hub.store.lfs.iterdir():
+        path.unlink()
+    hub.store.repos.clear()
+    hub.faults.append(
+        lambda request: (
+            PlainTextResponse("no", status, headers={"Retry-After": "0"}) if request.method == "PUT" else None
+        )
+    )
+    with pytest.raises(kind, match=str(status) if status != 403 else "forbids"):
+        push(tmp_path / "made", REPO)
+
+
+def test_an_endpoint_that_ends_in_a_slash(
+    shards: Manifest, hub: LoopbackHub, home: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", f"{hub.url}/")
     assert verify_artifact(pull(REPO), deep=True) == shards

@@ -368,3 +368,23 @@ def test_a_home_that_was_moved_keeps_its_mappers(home: Settings, monkeypatch: py
     assert collect(here).garbage == []
     for manifest in manifests:
         assert verify_artifact(here.mappers / manifest.digest, deep=True).digest == manifest.digest
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_removal_that_was_killed_before_the_row_went(home: Settings, whole: bool) -> None:
+    """The files stand aside, the row is ready still: they come back, or the row says that they are gone."""
+    manifest = stored(home, 1)
+    directory = home.mappers / manifest.digest
+    before = {path.name for path in directory.iterdir()}
+    aside = directory.rename(directory.with_name(f".removed-{directory.name}"))
+    if not whole:
+        next(aside.glob("*.safetensors")).unlink()
+    collect(home, dry_run=True)
+    assert aside.exists()
+    collect(home)
+    assert not aside.exists()
+    row = find(manifest.digest, home)
+    if whole:
+        assert row.state is State.READY and {path.name for path in directory.iterdir()} == before
+    else:
+        assert row.state is State.DRAFT and "its files are gone" in row.state_reason
