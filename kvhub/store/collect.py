@@ -109,7 +109,7 @@ def collect(
         with reading_registry(settings) if dry_run else open_registry(settings) as registry:
             rows = registry.list()
         if not dry_run:
-            undo(rows, settings)
+            undo(rows, settings, shared=is_shared(settings))
             roots.settle(settings, grace)
         locked = roots.locked(settings, grace)
         done.absent.extend(

@@ -84,15 +84,17 @@ def remove_locked(
     return going.kept
 
 
-def undo(rows: Sequence[MapperRow], settings: Settings) -> None:
+def undo(rows: Sequence[MapperRow], settings: Settings, *, shared: bool) -> None:
     """Undo what was killed between putting files aside and forgetting the row, by the lock's holder.
 
-    Where the files are not whole any more (a full disk) the row becomes a draft that says so.
+    Where the files are not whole any more (a full disk) the row becomes a draft that says so. Rows whose
+    files are elsewhere are left alone; shared: other machines may have them, so that nothing here says that
+    they are gone.
     """
     for row in rows:
         directory = settings.mappers / row.digest
         aside = store.aside(directory)
-        if directory.exists() or not aside.is_dir():
+        if not aside.is_dir() or directory.exists() or files_of(row, settings).exists():
             continue
         try:
             whole = verify_artifact(aside, deep=False).digest == row.digest
@@ -100,6 +102,8 @@ def undo(rows: Sequence[MapperRow], settings: Settings) -> None:
             whole = False
         if whole:
             aside.rename(directory)
+            continue
+        if shared:
             continue
         with explained(), open_registry(settings) as registry:
             registry.set_state(row.digest, State.DRAFT, GONE, keep_retired=True)
