@@ -1,0 +1,55 @@
+"""What a removal that was killed has left aside: gc puts it back, or the row says that it is gone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support.stored import stored
+
+from kvhub.catalog import files_of, find, open_registry, to_record
+from kvhub.settings import Settings
+from kvhub.store.collect import collect
+from kvhub.store.removal import undo
+from kvhub_registry import State
+
+
+def test_what_a_removal_left_is_no_matter_of_a_row_with_files_elsewhere(
+    home: Settings, tmp_path: Path
+) -> None:
+    manifest = stored(home, 1)
+    directory = home.mappers / manifest.digest
+    shutil.copytree(directory, tmp_path / "copy")
+    aside = directory.rename(directory.with_name(f".removed-{directory.name}"))
+    next(aside.glob("*.safetensors")).unlink()
+    with open_registry(home) as registry:
+        registry.register(to_record(tmp_path / "copy", manifest))
+    assert files_of(find(manifest.digest, home), home) == tmp_path / "copy"
+    collect(home)
+    assert not aside.exists() and find(manifest.digest, home).state is State.READY
+    # another machine's: what is left here says nothing of its files
+    shutil.rmtree(tmp_path / "copy")
+    aside.mkdir()
+    undo([find(manifest.digest, home)], home, shared=True)
+    assert find(manifest.digest, home).state is State.READY
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_removal_that_was_killed_before_the_row_went(home: Settings, whole: bool) -> None:
+    """The files stand aside, the row is ready still: they come back, or the row says that they are gone."""
+    manifest = stored(home, 1)
+    directory = home.mappers / manifest.digest
+    before = {path.name for path in directory.iterdir()}
+    aside = directory.rename(directory.with_name(f".removed-{directory.name}"))
+    if not whole:
+        next(aside.glob("*.safetensors")).unlink()
+    collect(home, dry_run=True)
+    assert aside.exists()
+    collect(home)
+    assert not aside.exists()
+    row = find(manifest.digest, home)
+    if whole:
+        assert row.state is State.READY and {path.name for path in directory.iterdir()} == before
+    else:
+        assert row.state is State.DRAFT and "its files are gone" in row.state_reason
