@@ -208,6 +208,10 @@ def demand_files(row: MapperRow, settings: Settings | None = None) -> Path:
 
 def _way_to_files(row: MapperRow, settings: Settings) -> str:
     """What to do where a registered mapper's files are gone, or on another machine of a shared registry."""
+    from kvhub.hub.store import aside
+
+    if aside(settings.mappers / row.digest).is_dir():
+        return "their removal was killed: kvhub gc puts them back, kvhub rm finishes it"
     if row.locations:
         place = row.locations[-1]
         return f"kvhub pull {place.repo_id}@{place.commit[:12]} fetches them, kvhub rm forgets the mapper"

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvhub.errors import Incompatible
+from kvhub.errors import BadInput, Incompatible
 from kvhub.fit.budget import memory_needed
 from kvhub.fit.ridge import Support
 from kvhub.fit.selection import demand_k
@@ -191,7 +191,12 @@ def _layer_flops(tensors: Mapping[str, TensorHeader]) -> int | None:
 
 
 def _compare_tokenizers(paths: tuple[Path, Path], refusals: list[Refused]) -> None:
-    one, other = (load_tokenizer(path) for path in paths)
+    try:
+        one, other = (load_tokenizer(path) for path in paths)
+    except BadInput:
+        if refusals:
+            return  # what is refused anyway may be of a kind whose tokenizer nothing here can read
+        raise
     if tokenizer_digest(one) == tokenizer_digest(other):
         return
     first, second = ({index: token for token, index in each.get_vocab().items()} for each in (one, other))

@@ -69,12 +69,19 @@ def demand_endpoint() -> None:
         return
     try:
         parts = urlsplit(given)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        good = parts.scheme in ("http", "https") and _is_host(parts.hostname or "") and (parts.port or 1) > 0
     except ValueError:
         good = False
     if not (good and given.isascii() and given.isprintable() and " " not in given):
-        plain = "".join(letter if letter.isprintable() else "?" for letter in given[:160])
+        # A password may stand in it, before the last "@".
+        plain = "".join(letter if letter.isprintable() else "?" for letter in given.rpartition("@")[2][:160])
+        plain = f"***@{plain}" if "@" in given else plain
         raise BadInput(f"HF_ENDPOINT is {plain!r}, which is no address of a Hub", "https://HOST, or unset it")
+
+
+def _is_host(name: str) -> bool:
+    """A name that can be looked up (RFC 1035, 2.3.4), or an address."""
+    return len(name) <= 253 and all(1 <= len(label) <= 63 for label in name.removesuffix(".").split("."))
 
 
 def _demand_directory(home: Path) -> None:

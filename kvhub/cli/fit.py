@@ -264,7 +264,7 @@ def _print(stored: Stored, models: tuple[str, str], texts: list[str]) -> None:
     for name, r2 in (("keys", scores.r2_key), ("values", scores.r2_value)):
         worst = min(range(len(r2)), key=r2.__getitem__)
         click.echo(f"  R2 {name:<6} {sum(r2) / len(r2):.3f} held out (worst {r2[worst]:.3f}, layer {worst})")
-    given = [arg for path in texts for arg in ("--text", path)]
+    given = [arg for path in texts or ["FILE"] for arg in ("--text", path)]
     for option, model, side in zip(
         ("--source", "--target"), models, (manifest.source, manifest.target), strict=True
     ):

@@ -49,13 +49,16 @@ def command(mappers: tuple[str, ...], path: Path) -> None:
     else:
         with explained(), reading_registry(settings) as registry:
             every = registry.list()
-        rows, left = lockable([row for row in every if row.state.value == "ready"], settings)
+        rows, left = lockable([row for row in every if is_ready(row)], settings)
         if not rows:
             hint = lost(settings, (row.digest for row in every))
             hint = hint or "; ".join([*left, "kvhub push publishes one; or name mappers"])
             raise BadInput("no mapper is ready, here and on the Hub", hint)
     lock = make_lock([(row, read_manifest(demand_files(row, settings))) for row in rows])
     check_output(path)
+    left += [
+        f"{row.digest[:12]} is {row.state.value}: {row.state_reason}" for row in rows if not is_ready(row)
+    ]
     # First the note: a lock file that gc does not know of would keep nothing.
     remember(path, settings, [entry.digest for entry in lock.mappers])
     write_lock(path, lock)
@@ -68,6 +71,11 @@ def command(mappers: tuple[str, ...], path: Path) -> None:
     output.note(f"{path}: {len(lock.mappers)} mapper{'s' if len(lock.mappers) > 1 else ''}")
     for said in left:
         output.note(said)
+
+
+def is_ready(row: MapperRow) -> bool:
+    """Whether it may be served."""
+    return row.state.value == "ready"
 
 
 def lockable(rows: list[MapperRow], settings: Settings) -> tuple[list[MapperRow], list[str]]:

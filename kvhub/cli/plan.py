@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -47,10 +48,10 @@ def command(models: tuple[str, ...], k: int, support: str, dtype: str, form: str
     with explained(), reading_registry() as registry:
         rows = registry.list()
     say_lost(row.digest for row in rows)
-    named: dict[str, tuple[str, Shape]] = {}
+    named: dict[Shape, tuple[str, Shape]] = {}
     for ref in models:
         shape = shape_of(ref, rows)
-        first, _ = named.setdefault(shape.name.casefold(), (ref, shape))
+        first, _ = named.setdefault(replace(shape, name=shape.name.casefold()), (ref, shape))
         if first != ref:
             output.note(f"{ref} and {first} are one model, {shape.name}")
     shapes = [shape for _, shape in named.values()]

@@ -36,7 +36,8 @@ def command(mapper: str, deep: bool) -> None:
     except (Corrupt, Incompatible) as error:
         policy = isinstance(error, Incompatible) and error.code not in ("gate", "unevaluated")
         if row is not None and not policy and demote(row.digest, f"kvhub verify: {error.message}"):
-            output.note(f"mapper {row.digest[:12]} is a draft now")
+            now = "is a draft now" if row.state.value == "ready" else f"stays {row.state.value}"
+            output.note(f"mapper {row.digest[:12]} {now}")
         error.hint = error.hint or _way_out(row, evidence=error.message.startswith(EVIDENCE))
         raise
     manifest = found.manifest

@@ -63,6 +63,8 @@ class Score(Record):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"the interval of {self.metric} is empty")
         known = _CAN_BE.get(self.metric)
         try:
             if known is not None:

@@ -76,7 +76,12 @@ class Checkpoint:
             raise unwritable(self.directory, error, "give another --checkpoint") from None
         try:
             self._open()
-            yield self
+            try:
+                yield self
+            except BaseException:
+                if {path.name for path in self.directory.iterdir()} <= {LOCK, STATE}:
+                    self.remove()  # there is nothing to go on from
+                raise
         finally:
             lock.release()
 

@@ -141,7 +141,7 @@ def _received(response: Any) -> None:
     if file and doing is None:  # files of models, which are no task of ours
         _end(response, None, "")
         return
-    what = doing.what if doing is not None else "the Hub"
+    what = doing.what if doing is not None else "a request"
     if response.headers.get("Content-Encoding", "").strip().lower() not in _CODINGS:
         raise Corrupt(f"an answer of the Hub for {what} is packed as nobody asked", "check HF_ENDPOINT")
     _waits(response)

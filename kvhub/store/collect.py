@@ -108,8 +108,9 @@ def collect(
     with _alone(settings, dry_run=dry_run):
         with reading_registry(settings) if dry_run else open_registry(settings) as registry:
             rows = registry.list()
+        back = undo(rows, settings, shared=is_shared(settings), look=dry_run)
+        done.kept.extend(Kept(digest, "its files are put back, a removal was killed") for digest in back)
         if not dry_run:
-            undo(rows, settings, shared=is_shared(settings))
             roots.settle(settings, grace)
         locked = roots.locked(settings, grace)
         done.absent.extend(
@@ -117,6 +118,7 @@ def collect(
         )
         # by digest too: the home may have been moved, or the registry be shared by several machines
         known = {Path(row.path) for row in rows} | {settings.mappers / row.digest for row in rows}
+        known |= {store.aside(settings.mappers / digest) for digest in back}
         strays = [look(path) for path in sorted(settings.mappers.iterdir()) if _is_stray(path, known)]
         done.unregistered.extend(stray for stray in strays if stray.kind == "unregistered")
         done.foreign.extend(stray for stray in strays if stray.kind == "foreign")

@@ -177,7 +177,7 @@ def _hub() -> Finding:
         get_session().get(f"{hub.endpoint}/api/models", params={"limit": 1}, timeout=5)
         name = hub.whoami().get("name") if get_token() else None
     except Exception as error:
-        raise client.explain(error, "the Hub") from error
+        raise client.explain(error, client.SEARCH) from error
     if name is None:
         return Finding("hub", "ok", f"{hub.endpoint} answers; no token", client.LOGIN + " to push")
     return Finding("hub", "ok", f"{hub.endpoint}, logged in as {name}")

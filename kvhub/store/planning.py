@@ -8,7 +8,7 @@ parameters, with F the width of one layer's K; the moments of one pass over all 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,23 +54,30 @@ class Need:
 def shape_of(ref: str, rows: Sequence[MapperRow]) -> Shape:
     """A model by directory, by name in the registry, or by its config.json on the Hub.
 
-    Errors: `NotFound`, `Corrupt`, and the client's.
+    Errors: `NotFound`, `Corrupt`, `BadInput` for a name that several models answer to, and the client's.
     """
     directory = Path(ref).expanduser()
     if directory.is_dir():
         return _from_config(directory.absolute().name, directory / "config.json")
+    found: dict[str, Shape] = {}
     for row in rows:
         for model in (row.source, row.target):
             if answers_to(model.name, ref):
-                return Shape(model.name, model.num_layers, model.num_kv_heads, model.head_dim)
+                shape = Shape(model.name, model.num_layers, model.num_kv_heads, model.head_dim)
+                found.setdefault(model.name.casefold(), shape)
+    if len(found) > 1:
+        names = " and ".join(sorted(shape.name for shape in found.values())[:3])
+        raise BadInput(f"{ref!r} is the name of several models here: {names}", "give a directory or org/name")
+    if found:
+        return next(iter(found.values()))
     if "/" not in ref:
         raise NotFound(f"no model {ref!r} here", "a directory, a name that the registry knows, or org/name")
     from kvhub.hub import client
 
     repo_id, revision = client.split(ref)
     hub = client.api()
-    found = client.ask(repo_id, lambda: hub.hf_hub_download(repo_id, "config.json", revision=revision))
-    return _from_config(ref, Path(found))
+    config = client.ask(repo_id, lambda: hub.hf_hub_download(repo_id, "config.json", revision=revision))
+    return _from_config(ref, Path(config))
 
 
 def plan(
@@ -82,7 +89,11 @@ def plan(
     """
     once: dict[str, Shape] = {}
     for shape in shapes:
-        once.setdefault(shape.name.casefold(), shape)
+        first = once.setdefault(shape.name.casefold(), shape)
+        if first != replace(shape, name=first.name):
+            raise BadInput(
+                f"two models of other shapes are both called {shape.name}", "rename one of the directories"
+            )
     shapes = list(once.values())
     if len(shapes) < 2:
         raise BadInput("a plan needs two models at least", "kvhub plan MODEL MODEL")

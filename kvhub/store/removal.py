@@ -84,13 +84,15 @@ def remove_locked(
     return going.kept
 
 
-def undo(rows: Sequence[MapperRow], settings: Settings, *, shared: bool) -> None:
+def undo(rows: Sequence[MapperRow], settings: Settings, *, shared: bool, look: bool = False) -> list[str]:
     """Undo what was killed between putting files aside and forgetting the row, by the lock's holder.
 
+    Returns the digests of those whose files are back; look: would be, and nothing is done.
     Where the files are not whole any more (a full disk) the row becomes a draft that says so. Rows whose
     files are elsewhere are left alone; shared: other machines may have them, so that nothing here says that
     they are gone.
     """
+    back: list[str] = []
     for row in rows:
         directory = settings.mappers / row.digest
         aside = store.aside(directory)
@@ -101,12 +103,13 @@ def undo(rows: Sequence[MapperRow], settings: Settings, *, shared: bool) -> None
         except KvhubError:
             whole = False
         if whole:
-            aside.rename(directory)
-            continue
-        if shared:
-            continue
-        with explained(), open_registry(settings) as registry:
-            registry.set_state(row.digest, State.DRAFT, GONE, keep_retired=True)
+            back.append(row.digest)
+            if not look:
+                aside.rename(directory)
+        elif not shared and not look:
+            with explained(), open_registry(settings) as registry:
+                registry.set_state(row.digest, State.DRAFT, GONE, keep_retired=True)
+    return back
 
 
 class _Going:

@@ -111,6 +111,16 @@ def test_every_refusal_is_named_with_exit_code_7(shell, tmp_path: Path) -> None:
     assert shown.endswith("verdict      impossible\n")
 
 
+def test_a_refused_kind_needs_no_tokenizer(shell, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    one, other = (
+        edit(make_tiny(tmp_path / name), model_type="deepseek_v3", kv_lora_rank=512) for name in "ab"
+    )
+    for file in one.glob("token*"):
+        file.unlink()
+    found = json.loads(shell.run("check", one, other, "--json", code=7).stdout)
+    assert [refused["code"] for refused in found["refusals"]] == ["mla", "mla"]
+
+
 def test_vocabularies_of_one_size(tmp_path: Path) -> None:
     """Equal sizes prove nothing: two ids trade places."""
     one, other = make_tiny(tmp_path / "a"), make_tiny(tmp_path / "b")

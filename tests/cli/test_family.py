@@ -118,6 +118,19 @@ def test_a_plan(shell, family: dict[str, str], tmp_path: Path) -> None:  # type:
     shell.run("plan", "qwen3-8b", tmp_path / "new", code=6)
 
 
+def test_a_plan_of_two_models_of_one_name(shell, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    config = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64}
+    for place, layers in (("a", 4), ("b", 6), ("c", 4)):
+        (tmp_path / place / "model").mkdir(parents=True)
+        text = json.dumps({**config, "num_hidden_layers": layers})
+        (tmp_path / place / "model" / "config.json").write_text(text)
+    said = shell.run("plan", *(tmp_path / place / "model" for place in "ab"), code=2).stderr
+    assert "both called model" in said
+    for seed, org in enumerate(("one", "two")):
+        stored(shell.settings, seed, source=f"{org}/small", target="org/large")
+    assert "one/small and two/small" in shell.run("plan", "small", "org/large", code=2).stderr
+
+
 def test_search_is_one_request(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     for name, target in (("one", QWEN[1]), ("two", QWEN[2])):
         publishable(tmp_path / name, seed=len(name), source=QWEN[0], target=target)

@@ -91,6 +91,14 @@ def test_a_lock_gives_the_same_bytes_elsewhere_and_offline(shell, hub: LoopbackH
     empty.run("pull", REPO, "--locked", code=2)
 
 
+def test_a_lock_of_what_is_not_ready_says_so(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    digest = stored(shell.settings, 1).digest
+    shell.run("push", digest, REPO)
+    shell.run("retire", digest, "--why", "worse than before")
+    said = shell.run("lock", digest, "-o", tmp_path / "kvhub.lock").stderr
+    assert f"{digest[:12]} is retired: worse than before" in said
+
+
 def test_lock_needs_the_hub(shell) -> None:  # type: ignore[no-untyped-def]
     digest = stored(shell.settings).digest
     assert "kvhub push" in shell.run("lock", digest, code=2).stderr

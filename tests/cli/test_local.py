@@ -93,7 +93,7 @@ def test_verify_and_what_damage_does(shell, ready: Manifest) -> None:  # type: i
     assert "sha256" in damaged.stderr
     assert find(ready.digest, shell.settings).state is State.DRAFT
     weights.unlink()
-    shell.run("verify", ready.digest, code=6)
+    assert "stays draft" in shell.run("verify", ready.digest, code=6).stderr
 
 
 def test_verify_says_what_it_covers(shell, ready: Manifest) -> None:  # type: ignore[no-untyped-def]

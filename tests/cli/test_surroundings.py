@@ -27,7 +27,8 @@ def test_an_argument_that_is_no_text(shell, command: str) -> None:  # type: igno
 
 
 NONE = ("http://[::", "http://a:99999999", "http://a:b", "http://", "nonsense", "ftp://x", "file:///etc",
-        "http://a b", "http://a\x01", "http://\xe9")  # fmt: skip
+        "http://a b", "http://a\x01", "http://\xe9", "http://...", "http://a..b", f"http://{'a' * 64}",
+        f"http://{'a.' * 130}b")  # fmt: skip
 
 
 @pytest.mark.parametrize("address", NONE)
@@ -38,11 +39,19 @@ def test_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch, address: str) 
 
 
 @pytest.mark.parametrize(
-    "address", ["", "https://hub.example", "http://127.0.0.1:8765/", "http://[::1]:80/x"]
+    "address",
+    ["", "https://hub.example", "https://hub.example.", "http://127.0.0.1:8765/", "http://[::1]:80/x"],
 )
 def test_an_address(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setenv("HF_ENDPOINT", address)
     demand_endpoint()
+
+
+def test_a_password_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http//me:secret@hub.example")
+    with pytest.raises(BadInput) as refused:
+        demand_endpoint()
+    assert "secret" not in str(refused.value) and "@hub.example" in str(refused.value)
 
 
 @pytest.mark.parametrize("command", ["search x", "pull a/b", "push 012345 a/b", "check a/b c/d", "doctor"])

@@ -129,6 +129,19 @@ def test_done_leaves_nothing_of_ours_and_all_of_others(tmp_path: Path) -> None:
     assert [path.name for path in directory.iterdir()] == ["notes"]
 
 
+def test_what_is_refused_before_its_first_window_leaves_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "c"
+    with pytest.raises(KvhubError), Checkpoint(directory, {"k": 2}).held():
+        raise KvhubError("no memory")
+    assert not directory.exists()
+    with Checkpoint(directory, {"k": 2}).held() as checkpoint:
+        checkpoint.save(filled(2), 2)
+    with pytest.raises(KvhubError), Checkpoint(directory, {"k": 2}).held():
+        raise KvhubError("interrupted")
+    with Checkpoint(directory, {"k": 2}).held() as checkpoint:
+        assert checkpoint.windows == 2
+
+
 def digests(home: Path) -> dict[str, str]:
     return {
         path.name: json.loads((path / "manifest.json").read_bytes())["created"]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from support.stored import stored
 
-from kvhub.catalog import files_of, find, open_registry, to_record
+from kvhub.catalog import demand_files, files_of, find, open_registry, to_record
+from kvhub.errors import NotFound
 from kvhub.settings import Settings
 from kvhub.store.collect import collect
 from kvhub.store.removal import undo
@@ -44,10 +45,14 @@ def test_a_removal_that_was_killed_before_the_row_went(home: Settings, whole: bo
     aside = directory.rename(directory.with_name(f".removed-{directory.name}"))
     if not whole:
         next(aside.glob("*.safetensors")).unlink()
-    collect(home, dry_run=True)
-    assert aside.exists()
-    collect(home)
-    assert not aside.exists()
+    looked = collect(home, dry_run=True)
+    assert aside.exists() and (aside not in [item.path for item in looked.garbage]) is whole
+    with pytest.raises(NotFound) as gone:
+        demand_files(find(manifest.digest, home), home)
+    assert "kvhub gc puts them back" in gone.value.hint
+    done = collect(home)
+    assert not aside.exists() and [kept.by for kept in done.kept] == [kept.by for kept in looked.kept]
+    assert [kept.digest for kept in done.kept] == [manifest.digest] * whole
     row = find(manifest.digest, home)
     if whole:
         assert row.state is State.READY and {path.name for path in directory.iterdir()} == before
