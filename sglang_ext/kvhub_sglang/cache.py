@@ -15,7 +15,6 @@ from weakref import WeakSet
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
-    EvictParams,
     InitLoadBackParams,
     MatchPrefixParams,
     MatchResult,
@@ -25,7 +24,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvhub_sglang import handoff
 from kvhub_sglang.background import Background
-from kvhub_sglang.decide import Held, unsupported
+from kvhub_sglang.choice import silent
+from kvhub_sglang.decide import unsupported
 from kvhub_sglang.lineage import RowLineages
 from kvhub_sglang.namespace import Salts
 from kvhub_sglang.place import Pool, replace_by_exact
@@ -148,6 +148,8 @@ class KvhubRadixCache(QueueingCache):
             if salts is not None and salts.is_reserved(req.cache_salt):
                 req.cache_salt = salts.harmless(req.cache_salt)  # lossy rows may still be in the tree
             return None
+        if silent(req, serving.settings) and not serving.salts.is_reserved(req.cache_salt):
+            return None  # a request that nobody speaks for waits for nothing of ours: see `_late`
         self._withdraw(serving)
         plan = handoff.new_plan(
             serving,
@@ -155,16 +157,27 @@ class KvhubRadixCache(QueueingCache):
             limit_of(req, key),
             lambda salt: self._held(req, key, salt),
         )
-        setattr(req, PLAN, plan)
-        info = req.customized_info if req.customized_info is not None else {}
-        info[META_KEY] = [plan.report.as_meta()]
-        req.customized_info = info
+        self._attach(req, plan)
         req.cache_salt = plan.salt
         if plan.waiting:
             self._staged[req.cache_request_handle] = plan
             if not plan.staging:
                 self._poll(serving, plan, req, key)
         return plan
+
+    def _late(self, req: Any) -> Plan | None:
+        """The report of a request that went by without a plan, before its first token is sent."""
+        plan = None if self.serving is None else handoff.late_plan(self.serving, req)
+        if plan is not None:
+            self._attach(req, plan)
+        return plan
+
+    @staticmethod
+    def _attach(req: Any, plan: Plan) -> None:
+        setattr(req, PLAN, plan)
+        info = req.customized_info if req.customized_info is not None else {}
+        info[META_KEY] = [plan.report.as_meta()]
+        req.customized_info = info
 
     def _withdraw(self, serving: Serving) -> None:
         """Act on what was noticed since the last request; requests in flight refuse at their load."""
@@ -196,14 +209,6 @@ class KvhubRadixCache(QueueingCache):
         plan = self._staged.pop(handle, None)
         if plan is not None and self.serving is not None:
             handoff.release(self.serving, plan)
-
-    def _device_match(self, req: Any, key: RadixKey, salt: str | None) -> MatchResult:
-        probe = RadixKey(key.token_ids, key.extra_key, limit=limit_of(req, key), cache_salt=salt)
-        return super().match_prefix(MatchPrefixParams(key=probe))
-
-    def _held(self, req: Any, key: RadixKey, salt: str | None) -> Held:
-        found = self._device_match(req, key, salt)
-        return Held(found.device_prefix_len, found.host_hit_length)
 
     def _promise(self, serving: Serving, plan: Plan, req: Any, key: RadixKey, result: MatchResult) -> int:
         base = result.device_prefix_len
@@ -263,14 +268,6 @@ class KvhubRadixCache(QueueingCache):
         finally:
             self.unlock(lock)
 
-    def _allocate(self, count: int) -> torch.Tensor | None:
-        allocator = self.token_to_kv_pool_allocator
-        missing = count - allocator.available_size()
-        if missing > 0:
-            self.evict(EvictParams(num_tokens=missing))
-        slots = allocator.alloc(count)
-        return None if slots is None else slots.to(torch.int64)
-
     def load_back_is_cache_owned(self) -> bool:
         # private slots belong to the request until its checkpoint inserts them
         if self._load_is_private:
@@ -329,6 +326,8 @@ class KvhubRadixCache(QueueingCache):
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         plan: Plan | None = getattr(req, PLAN, None)
+        if plan is None:
+            plan = self._guarded("report", lambda: self._late(req), None)
         if plan is not None and plan.lossy:
             # before the tree can show these rows to anyone
             self._guarded("lineage", lambda: self._note(req, plan, up_to), None)

@@ -50,6 +50,17 @@ class Choice:
     """None: nobody who is trusted said so."""
 
 
+def silent(req: Any, settings: ServingSettings) -> bool:
+    """Whether nobody said anything of reuse, so that `choose` would say `NOT_ASKED`; in microseconds."""
+    if settings.reuse in ("always", "off"):
+        return False
+    envelope = getattr(req, "kv_hints", None)
+    if any(action.action_type == ACTION for action in getattr(envelope, "actions", None) or ()):
+        return False
+    params = getattr(req.sampling_params, "custom_params", None)
+    return not isinstance(params, dict) or params.get("kvhub") is None
+
+
 def choose(req: Any, settings: ServingSettings) -> Choice:
     """The strictest of settings, hints and client; `Refusal` where reuse is off.
 

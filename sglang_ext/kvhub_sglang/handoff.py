@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvhub.exchange import BLOCK_TOKENS, EXACT
+from kvhub_sglang.choice import silent
 from kvhub_sglang.decide import Match, NeedsPrefix, Question, ask, compose, unsupported
 from kvhub_sglang.internal import Internal
 from kvhub_sglang.lineage import RowLineages
@@ -23,6 +24,7 @@ from kvhub_sglang.together import begin, on_all, outcome
 
 _MOST_PREFIXES = 64
 """Requests that may wait for their first tokens at once."""
+_HICACHE = "SGLang's host cache serves this request"
 
 
 def new_plan(serving: Serving, req: Any, limit: int, match: Match) -> Plan:
@@ -62,6 +64,23 @@ def new_plan(serving: Serving, req: Any, limit: int, match: Match) -> Plan:
             plan.waiting = False
             fail(plan, refusal.code, refusal.reason)
     plan.report.milliseconds += (time.perf_counter() - started) * 1e3
+    return plan
+
+
+def late_plan(serving: Serving, req: Any) -> Plan | None:
+    """For a request that was `silent`, once its prompt or a part of it is computed: a refusal, to report.
+
+    Until then nothing is done for it. None for requests of our own, and those that are not silent.
+    """
+    internal = serving.internal is not None and serving.internal.get(req.rid) is not None
+    if internal or not silent(req, serving.settings) or serving.salts.is_reserved(req.cache_salt):
+        return None
+    salt = req.cache_salt
+    plan = Plan(salt, salt, (salt or "", req.extra_key or ""), Report(len(req.origin_input_ids)), dead=True)
+    plan.base = req.cached_tokens
+    plan.report.count(exact=plan.base, reused=plan.base)
+    if req.host_loaded_length:
+        plan.report.reason, plan.report.detail = Code.HICACHE, _HICACHE
     return plan
 
 
@@ -236,7 +255,7 @@ def leave(serving: Serving, rows: RowLineages, plan: Plan, base: int, held: Tens
     """SGLang's own host cache holds `host` more tokens and will load them."""
     plan.base, plan.held, plan.exact_length, plan.promised = base, held, 0, 0
     account(serving, rows, plan, host=host)
-    plan.report.reason, plan.report.detail = Code.HICACHE, "SGLang's host cache serves this request"
+    plan.report.reason, plan.report.detail = Code.HICACHE, _HICACHE
 
 
 def fail(plan: Plan, code: Code, reason: str) -> None:

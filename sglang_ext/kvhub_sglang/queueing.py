@@ -1,14 +1,20 @@
-"""The part of the cache that SGLang's queue meets: arrivals, requests that wait, requests of our own."""
+"""The part of the cache that SGLang's queue meets: arrivals, requests that wait, requests of our own.
+
+Also what is looked up for them in tree and pool.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from kvhub_sglang.choice import silent
+from kvhub_sglang.decide import Held
 from kvhub_sglang.internal import Internal
 from kvhub_sglang.plan import Plan
 
@@ -37,6 +43,8 @@ class QueueingCache(UnifiedRadixCache):  # type: ignore[misc]
             self._guarded("arrived", lambda: self._arrive(req), None)
 
     def _arrive(self, req: Any) -> None:
+        if self.serving is not None and silent(req, self.serving.settings):
+            return  # `_plan` looks at its salt
         tokens = req.origin_input_ids + req.output_ids
         # as in SGLang's init_next_round_input, which has not run yet
         limit = req._compute_max_prefix_len(len(tokens))
@@ -70,12 +78,30 @@ class QueueingCache(UnifiedRadixCache):  # type: ignore[misc]
     def _internal(self, rid: str) -> Internal | None:
         return None if self.background is None else self.background.internal.get(rid)
 
+    # ---- what the tree and the pool hold
+
+    def _device_match(self, req: Any, key: RadixKey, salt: str | None) -> MatchResult:
+        probe = RadixKey(key.token_ids, key.extra_key, limit=limit_of(req, key), cache_salt=salt)
+        return super().match_prefix(MatchPrefixParams(key=probe))
+
+    def _held(self, req: Any, key: RadixKey, salt: str | None) -> Held:
+        found = self._device_match(req, key, salt)
+        return Held(found.device_prefix_len, found.host_hit_length)
+
     def _exact_match(self, tokens: Any, salt: str | None, extra_key: str | None) -> int:
         key = RadixKey(tokens, extra_key, cache_salt=salt)
         return int(super().match_prefix(MatchPrefixParams(key=key)).device_prefix_len)
 
     def _room(self) -> int:
         return int(self.token_to_kv_pool_allocator.available_size())
+
+    def _allocate(self, count: int) -> torch.Tensor | None:
+        allocator = self.token_to_kv_pool_allocator
+        missing = count - allocator.available_size()
+        if missing > 0:
+            self.evict(EvictParams(num_tokens=missing))
+        slots = allocator.alloc(count)
+        return None if slots is None else slots.to(torch.int64)
 
 
 def limit_of(req: Any, key: RadixKey) -> int:

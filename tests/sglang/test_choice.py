@@ -12,7 +12,7 @@ from sglang.srt.managers.io_struct import KvHintsEnvelope
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from kvhub_sglang.choice import ACTION, Choice, choose
+from kvhub_sglang.choice import ACTION, Choice, choose, silent
 from kvhub_sglang.refusal import Code, Refusal
 from kvhub_sglang.settings import ServingSettings
 
@@ -74,3 +74,22 @@ def test_a_client_narrows_what_hints_left() -> None:
         {**YES, "max_hops": 4},
         client={**YES, "worth": "auto", "sources": ["b"], "max_hops": 6},
     ) == Choice(frozenset({"b"}), 4, "auto")
+
+
+@pytest.mark.parametrize("policy", ["asked", "hinted", "always", "off"])
+@pytest.mark.parametrize("client", [None, {"reuse": True}, {"reuse": False}, {}, "nonsense", 0])
+@pytest.mark.parametrize("action", [None, ACTION, "other"])
+def test_silent_is_what_would_not_be_asked(policy: Any, client: Any, action: str | None) -> None:
+    """Whoever says anything, and be it nonsense, is heard by `choose`."""
+    req = Req("r", "", array("q", [1]), SamplingParams(max_new_tokens=1, custom_params={"kvhub": client}))
+    if action is not None:
+        one = {"action_id": "1", "action_type": action, "action_version": "1", "payload": YES}
+        envelope = {"protocol_version": "1", "message_id": "m", "actions": [one]}
+        req.kv_hints = msgspec.convert(envelope, KvHintsEnvelope)
+    settings = ServingSettings(exchange="/x", reuse=policy)
+    heard = client is not None or action == ACTION
+    assert silent(req, settings) is (policy in ("asked", "hinted") and not heard)
+    if silent(req, settings):
+        with pytest.raises(Refusal) as refused:
+            choose(req, settings)
+        assert refused.value.code is Code.NOT_ASKED

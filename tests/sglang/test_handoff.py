@@ -94,7 +94,7 @@ def test_lossy_rows_are_invisible_to_exact_requests(root: Path, page_size: int, 
     assert lossy.meta["mapped"] > 0
     for other in (salt, "tenant-b", None, "kvhub:guess", f"kvhub:{'0' * 32}:policy:0:"):
         running = target.admit(target.request(PROMPT, salt=other))
-        assert running.meta["mapped"] == 0
+        assert running.promised == 0
         torch.testing.assert_close(target.row(running, 200), native_rows(LARGE, PROMPT, range(200)))
         target.drop(running)
     # the lossy namespace's true name is of no use either
@@ -184,9 +184,9 @@ def test_own_exact_blocks_return_after_a_restart(root: Path, page_size: int) -> 
     torch.testing.assert_close(restarted.row(running, 201), native_rows(LARGE, [*PROMPT, 1], range(201)))
     restarted.decode(running, 2)
     restarted.finish(running)
-    plain = restarted.admit(restarted.request([*PROMPT, 1]))
+    plain = restarted.run([*PROMPT, 1])
     assert plain.device >= 192 and plain.meta["reason"] == "not_asked"
-    restarted.drop(plain)
+    assert (plain.meta["exact"], plain.meta["prefilled"]) == (plain.device, 201 - plain.device)
     restarted.empty()
 
 
@@ -198,6 +198,30 @@ def test_exact_prefix_is_demanded(root: Path) -> None:
     target.run([*PROMPT[:10], 1, 2, 3])
     with_prefix = target.run([*PROMPT, 9], ask=ASK)
     assert with_prefix.meta["mapped"] > 0 or with_prefix.meta["exact"] >= 192
+    target.empty()
+
+
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_a_request_that_nobody_speaks_for_is_no_work_before_its_first_token(
+    root: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | None
+) -> None:
+    target = Engine(LARGE, root, (MAPPER,), internal=True)
+    req = target.request(PROMPT)
+    with monkeypatch.context() as patched:
+        patched.setattr("kvhub_sglang.handoff.new_plan", None)
+        patched.setattr(target.cache, "_promise", None)
+        target.cache.arrived(req)
+        running = target.admit(req, chunk)
+    assert target.cache.off_because == "" and req.customized_info is None
+    while req.extend_end < len(PROMPT):
+        target.extend(running, 64)
+    target.decode(running, 1)
+    assert (running.meta["reason"], running.meta["exact"], running.meta["prefilled"]) == ("not_asked", 0, 200)
+    target.drop(running)  # retracted: what is said of it is decided anew
+    again = target.admit(req)
+    target.decode(again, 1)
+    assert again.meta["exact"] + again.meta["prefilled"] == 200 and again.meta["mapped"] == 0
+    target.finish(again)
     target.empty()
 
 

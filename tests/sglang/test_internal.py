@@ -158,7 +158,7 @@ def test_healed_rows_win_where_more_is_mapped_on_them(root: Path, page_size: int
     target.decode(still_running, 3)
     target.finish(still_running)
     plain = target.admit(target.request([*longer, 7]))
-    assert plain.device == own and plain.meta["mapped"] == 0  # nothing lossy came the other way
+    assert (plain.device, plain.promised) == (own, 0)  # nothing lossy came the other way
     torch.testing.assert_close(target.row(plain, len(longer)), native(longer, 0, len(longer)))
     target.drop(plain)
     target.empty()

@@ -33,6 +33,7 @@ from kvhub.mapper.narrow import narrow
 from kvhub.mapper.ridge import RidgeMapper
 from kvhub.model.identity import ModelIdentity
 from kvhub_sglang.cache import KvhubRadixCache
+from kvhub_sglang.handoff import late_plan
 from kvhub_sglang.internal import InternalRequests
 from kvhub_sglang.ranks import OneRank, Ranks
 from kvhub_sglang.report import META_KEY, Metrics
@@ -51,10 +52,16 @@ class Running:
     device: int
     promised: int
     loaded: int
+    serving: Serving
 
     @property
     def meta(self) -> dict[str, Any]:
-        return self.req.customized_info[META_KEY][0]  # type: ignore[no-any-return]
+        """Its report; of one that did not ask, before its first token, what that will be."""
+        if self.req.customized_info is not None:
+            return self.req.customized_info[META_KEY][0]  # type: ignore[no-any-return]
+        late = late_plan(self.serving, self.req)
+        assert late is not None
+        return late.report.as_meta()
 
     @property
     def tokens(self) -> list[int]:
@@ -238,7 +245,8 @@ class Engine:
         req.kv.req_pool_idx = self.rows.alloc([req])[0]
         self.rows.write((req.kv.req_pool_idx, slice(0, req.prefix_len)), prefix.to(torch.int32))
         self._compute(req, tokens, req.prefix_len, min(len(tokens), req.prefix_len + (chunk or len(tokens))))
-        self._running.append(Running(req, device, promised, req.host_loaded_length if promised else 0))
+        loaded = req.host_loaded_length if promised else 0
+        self._running.append(Running(req, device, promised, loaded, self.serving))
         self.check()
         return self._running[-1]
 
