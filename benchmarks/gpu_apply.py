@@ -312,7 +312,7 @@ def main() -> None:
         save(options.out, "apply_gpu.csv", rows)
         torch.cuda.empty_cache()
     (options.out / "apply_gpu.json").write_text(json.dumps(about | {"rows": len(rows)}, indent=1) + "\n")
-    if failed or bad or not about["arriving"]["equal"]:
+    if failed or bad or not checked or not rows or not about["arriving"]["equal"]:
         parser.exit(1)
 
 

@@ -23,6 +23,7 @@ from kvhub_kernels.workspace import Workspace
 
 CHUNK_BYTES = 48 << 20
 """Content rows of one chunk of tokens: some stay in cache, and memory does not grow with the prompt."""
+_CPU = torch.device("cpu")
 
 
 class CpuApplier:
@@ -64,7 +65,7 @@ class CpuApplier:
         Returns whether every mapped value is finite, a 0-dimensional bool.
         """
         wanted = tuple(range(self.plan.layers) if layers is None else layers)
-        check_call(self.plan, source, target, strip, rotate, wanted)
+        check_call(self.plan, source, target, strip, rotate, wanted, device=_CPU)
         if not wanted:
             return torch.ones((), dtype=torch.bool)
         used = sorted({layer for t in wanted for layer in self.plan.source_layers[t]})
@@ -87,7 +88,10 @@ class CpuApplier:
                             rows = self._rotated(rows, turn.at(span), t)
                         pool = (target.keys if rotated else target.values)[t]
                         poison += self._write(pool, written, rows, span) * 0
-        return torch.isfinite(poison)
+        finite = torch.isfinite(poison)
+        if not finite:  # or large values whose sum has overflowed
+            finite = torch.tensor(all(_finite(target, layer, written, source.tokens) for layer in wanted))
+        return finite
 
     def _tokens_at_a_time(self, used: int) -> int:
         row = used * self.plan.width * self.plan.groups * self.dtype.itemsize
@@ -153,6 +157,13 @@ class CpuApplier:
         # What was too large for the pool shows only once stored: float16 is narrow, bfloat16 rounds what is
         # near its end up to infinity. A sum is rounded to float16 too, so that one is made in float32.
         return stored.sum(dtype=torch.float32 if layer.dtype == torch.float16 else None)
+
+
+def _finite(target: Rows, layer: int, slots: Tensor | None, tokens: int) -> bool:
+    pools = (target.keys[layer], target.values[layer])
+    return all(
+        bool((pool[:tokens] if slots is None else pool[slots[:tokens]]).isfinite().all()) for pool in pools
+    )
 
 
 def _words(*both: Tensor) -> Sequence[Tensor]:

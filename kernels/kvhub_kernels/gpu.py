@@ -90,7 +90,7 @@ class TritonApplier:
         valid until the next call. Keys and values of a cache must have one stride (`Rows.slot_stride`).
         """
         wanted = tuple(range(self.plan.layers) if layers is None else layers)
-        check_call(self.plan, source, target, strip, rotate, wanted)
+        check_call(self.plan, source, target, strip, rotate, wanted, device=self.device)
         if rotate.pairing != self._pairing or rotate.rotary_dim != 2 * self._half:
             raise ValueError("the weights were packed for another rotation")
         self._note_stream()

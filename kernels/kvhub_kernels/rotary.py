@@ -26,6 +26,10 @@ class RotaryTable:
     pairing: Literal["half", "interleaved"] = "half"
     scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.pairing not in ("half", "interleaved") or not 0 < self.scale < float("inf"):
+            raise ValueError(f"no rotation: pairs of {self.pairing!r}, scale {self.scale}")
+
     @classmethod
     def build(
         cls,

@@ -36,6 +36,8 @@ class Rows:
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.values) or not self.keys:
             raise ValueError("a cache has as many layers of keys as of values, and at least one")
+        if self.tokens < 0:
+            raise ValueError(f"{self.tokens} tokens")
         first = self.keys[0]
         for layer in (*self.keys, *self.values):
             if layer.shape != first.shape or layer.dtype != first.dtype or layer.dim() != 3:
@@ -92,10 +94,12 @@ def check_call(
     strip: RotaryTable,
     rotate: RotaryTable,
     layers: Sequence[int] | None = None,
+    *,
+    device: torch.device,
 ) -> None:
     """That a mapper of `plan` can be applied so: what `Applier.apply` asks of its arguments, on any device.
 
-    Compares numbers only. Errors: `ValueError`; nothing has been written then.
+    device: where the weights are. Compares numbers only. Errors: `ValueError`; nothing has been written then.
     """
     wanted = range(plan.layers) if layers is None else layers
     if not all(0 <= layer < min(plan.layers, len(target.keys)) for layer in wanted):
@@ -112,8 +116,18 @@ def check_call(
             raise ValueError(f"rows in {rows.dtype}; float32, bfloat16 and float16 are known")
     if target.tokens < source.tokens:
         raise ValueError(f"{source.tokens} tokens do not go into {target.tokens}")
-    if source.device != target.device:
-        raise ValueError(f"the source's rows are on {source.device}, the target's on {target.device}")
+    parts = {"source's rows": source.device, "target's rows": target.device}
+    parts |= {
+        f"{name} slots": r.slots.device
+        for name, r in (("source's", source), ("target's", target))
+        if r.slots is not None
+    }
+    parts |= {"source's rotation": strip.cos.device, "target's rotation": rotate.cos.device}
+    for name, found in parts.items():
+        if found != source.device or found.type != device.type or device.index not in (None, found.index):
+            raise ValueError(
+                f"the {name} are on {found}, the source's rows on {source.device}, the mapper on {device}"
+            )
     for table, dim in ((strip, plan.source_dim), (rotate, plan.target_dim)):
         if table.cos.shape[0] < source.tokens or table.sin.shape != table.cos.shape:
             raise ValueError(f"a rotation at {table.cos.shape[0]} positions for {source.tokens} tokens")

@@ -116,15 +116,31 @@ def test_a_value_that_is_not_finite_is_told(bad):
     assert int(mapper.apply(problem.source, problem.target, problem.strip, problem.rotate)) == 0
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("column", [3, 19])
-def test_what_is_not_finite_in_either_column_of_a_pair_is_told(column):
-    """Of the two columns of a pair, 3 and 19 of 32, only one is too large for the pool."""
-    problem = make_problem(Case(tokens=3, k=1, source=(2, 1, 32), target=(1, 1, 32), pool=half))
+def test_what_is_not_finite_in_either_column_of_a_pair_is_told(column, tokens):
+    """Of the two columns of a pair, 3 and 19 of 32, only one is too large for the pool: one value a token."""
+    problem = make_problem(Case(tokens=tokens, k=1, source=(2, 1, 32), target=(1, 1, 32), pool=half))
     problem.weights.sides[0][1].bias[0, column] = 1e6
     mapper = applier(problem, torch.float32)
     assert int(mapper.apply(problem.source, problem.target, problem.strip, problem.rotate)) == 0
     stored = problem.target.values[0][problem.target.slots, 0]
     assert stored.isfinite().all(0).tolist() == [other != column for other in range(32)]
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 40])
+def test_scratch_holds_whole_tiles_of_tokens(tokens):
+    """The product loads whole tiles; on a GPU what lies behind the scratch is memory of others."""
+    from kvhub_kernels.tiles import CANDIDATES, TABLE
+
+    problem = make_problem(Case(tokens=tokens, k=2, source=(3, 2, 32), target=(2, 2, 32)))
+    mapper = applier(problem, torch.float32, chunk=32)
+    mapper.apply(problem.source, problem.target, problem.strip, problem.rotate)
+    row = 2 * len(problem.plan.used) * 2 * 32
+    held = mapper.workspace.held("x", torch.float32).numel() // row
+    chunk = min(tokens, 32)
+    for tile in {*TABLE.values(), *CANDIDATES}:
+        assert held >= -(-chunk // tile.tokens) * tile.tokens
 
 
 def test_the_same_twice_and_every_tile():

@@ -100,6 +100,18 @@ def test_many_large_values_in_a_narrow_pool_are_finite(scattered):
     check(problem, rounded=None)
 
 
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scattered", [True, False])
+def test_large_values_are_finite_whatever_their_sum(scattered, pool):
+    problem = make_problem(Case(tokens=40, pool=pool, scattered=scattered))
+    for _, value in problem.weights.sides:
+        value.bias.fill_(1e37)
+    applier = CpuApplier(problem.weights)
+    assert applier.apply(problem.source, problem.target, problem.strip, problem.rotate)
+    problem.source.values[problem.plan.used[0]].view(-1)[:] = float("nan")
+    assert not applier.apply(problem.source, problem.target, problem.strip, problem.rotate)
+
+
 @pytest.mark.parametrize("scattered", [True, False])
 def test_what_a_pool_rounds_up_to_infinity_is_told(scattered):
     """3.4e38 is a float32; the bfloat16 nearest to it is infinity."""

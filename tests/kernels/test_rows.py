@@ -40,6 +40,15 @@ def test_pages_that_are_not_contiguous_are_refused() -> None:
             Rows(rows.keys, rows.values, 10, pages, 4)
 
 
+def test_what_is_no_number_of_tokens_or_no_rotation_is_refused() -> None:
+    rows, angles = cache(), torch.ones(4, 2)
+    with pytest.raises(ValueError, match="-3 tokens"):
+        Rows(rows.keys, rows.values, -3)
+    for wrong in ({"pairing": "weird"}, {"scale": 0.0}, {"scale": float("nan")}, {"scale": -1.0}):
+        with pytest.raises(ValueError, match="no rotation"):
+            RotaryTable(angles, angles, **wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_what_is_mapped_lies_where_it_should(chunk: int | None) -> None:
     """A mapper that changes nothing copies slot 12 to 4, the first of the target's first page, and so on."""

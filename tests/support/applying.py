@@ -192,5 +192,15 @@ def wrong_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "fewer source layers", (fewer, target, strip, rotate), {}
     yield "no such layer", (source, target, strip, rotate), {"layers": [3]}
     yield "a layer before the first", (source, target, strip, rotate), {"layers": [-1]}
+    meta = of(source, lambda layer: layer.to("meta"))
+    assert source.slots is not None and target.slots is not None
+    yield "the source elsewhere", (meta, target, strip, rotate), {}
+    yield "its slots elsewhere", (replace(source, slots=source.slots.to("meta")), target, strip, rotate), {}
+    yield (
+        "slots to write elsewhere",
+        (source, replace(target, slots=target.slots.to("meta")), strip, rotate),
+        {},
+    )
+    yield "a table elsewhere", (source, target, strip, replace(rotate, cos=rotate.cos.to("meta"))), {}
     yield "float64 to read", (of(source, Tensor.double), target, strip, rotate), {}
     yield "float64 to write", (source, of(target, Tensor.double), strip, rotate), {}
