@@ -10,6 +10,7 @@ import click
 from kvhub.cli import output
 from kvhub.cli.listed import listed
 from kvhub.cli.output import Column
+from kvhub.errors import BadInput
 from kvhub_registry.listing import Listed
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ COLUMNS = (
     Column("modified", "MODIFIED", keep=5),
     Column("here", "HERE"),
 )
+
+
+_LONGEST = 500
+"""Letters: what is asked for stands in an address."""
 
 
 @click.command()
@@ -52,6 +57,11 @@ def command(
     Scores are the authors' own; kvhub pull has ours decide. HERE is the state
     of the same mapper in the registry.
     """
+    for given in (text, source, target, family, author):
+        if given is not None and len(given) > _LONGEST:
+            raise BadInput(
+                f"{output.clean(given[:40])}... is too long to search for", f"{_LONGEST} letters at most"
+            )
     if here or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         found = listed(source=source, target=target, family=family, text=text)
         records = [_local(one) for one in found if author is None or _by(author, one)]

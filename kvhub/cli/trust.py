@@ -31,6 +31,8 @@ def command(name: str | None, key: str | None, remove: bool, require: bool | Non
     from kvhub.store import trust
     from kvhub.strict_json import first_fault
 
+    if remove and name is None:
+        raise BadInput("whom to trust no longer?", "kvhub trust NAME --remove")
     settings = Settings.load()
     policy = trust.load(settings, absent=name is not None or require is not None)
     content = policy.model_dump()

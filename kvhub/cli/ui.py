@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from kvhub.cli import output
-from kvhub.errors import AccessDenied, KvhubError
+from kvhub.errors import AccessDenied, BadInput, KvhubError
 
 
 @click.command()
@@ -28,6 +28,8 @@ def command(host: str, port: int, hosts: tuple[str, ...]) -> None:
     """
     import socket
 
+    if not host:
+        raise BadInput("--host is empty", "--host 0.0.0.0 listens on every address")
     from kvhub.settings import Settings
 
     settings = Settings.load()  # refuses a home that can be none, before an address is printed

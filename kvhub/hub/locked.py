@@ -18,6 +18,8 @@ from kvhub.hub.pull import fetch
 from kvhub.settings import Settings
 from kvhub.store import roots, trust
 from kvhub.store.judge import judge
+from kvhub.store.lifecycle import alias_name
+from kvhub.strict_json import shown
 from kvhub_registry import HubLocation, MapperRow
 
 
@@ -33,6 +35,8 @@ def pull_locked(
     lock = read_lock(path)
     for entry in lock.mappers:
         client.split(f"{entry.repo}@{entry.commit}")
+        for name in entry.aliases:
+            _demand_alias(name, path.name)
     rows = []
     for entry in lock.mappers:
         agrees = partial(_agrees, entry, path.name)
@@ -43,14 +47,19 @@ def pull_locked(
             )
         with explained(), open_registry(settings) as registry:
             for name in entry.aliases:
-                if "/" in name:
-                    raise BadInput(
-                        f"{name!r} in {path.name} is not an alias", "kvhub lock writes the file anew"
-                    )
                 registry.set_alias(name, entry.digest, f"locked by {path.name}")
         rows.append(find(row.digest, settings))
     roots.remember(path, settings)
     return rows
+
+
+def _demand_alias(name: str, lock: str) -> None:
+    try:
+        good = alias_name(name) == name
+    except BadInput:
+        good = False
+    if not good:
+        raise BadInput(f"{shown(name, 80)!r} in {lock} is not an alias", "kvhub lock writes the file anew")
 
 
 def _agrees(entry: LockedMapper, lock: str, manifest: Manifest) -> None:
@@ -88,7 +97,7 @@ def _here(entry: LockedMapper, settings: Settings, agrees: Callable[[Manifest], 
             return None
         register(directory, manifest, settings)
         row = find(entry.digest, settings)
-        if (entry.place, entry.commit) not in {(place.repo_id, place.commit) for place in row.locations}:
+        if not row.locations:  # a registry was lost; else what was seen is better than a file's word
             place = HubLocation(repo_id=entry.place, commit=entry.commit, pushed=False)
             record_location(entry.digest, place, settings, revision=entry.commit)
         judge(manifest, evidence, settings)

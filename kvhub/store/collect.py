@@ -109,7 +109,6 @@ def collect(
         with reading_registry(settings) if dry_run else open_registry(settings) as registry:
             rows = registry.list()
         back = undo(rows, settings, shared=is_shared(settings), look=dry_run)
-        done.kept.extend(Kept(digest, "its files are put back, a removal was killed") for digest in back)
         if not dry_run:
             roots.settle(settings, grace)
         locked = roots.locked(settings, grace)
@@ -139,6 +138,10 @@ def collect(
         _fits(settings, done, fits, dry_run=dry_run)
         may = [row for row in rows if _may_go(row, settings, drafts, grace)]
         _mappers(may, settings, links, done, dry_run=dry_run, drafts=drafts, grace=grace)
+        gone = {item.row.digest for item in done.garbage if item.row}
+        done.kept.extend(
+            Kept(it, "its files are put back, a removal was killed") for it in back if it not in gone
+        )
         _blobs(settings, links, done, dry_run=dry_run)
     return done
 
@@ -240,7 +243,7 @@ def _together(
             if by:
                 kept[row.digest] = by
         going = [row for row in rows if row.digest not in kept]
-        sizes = {row.digest: links.freed(files_of(row, settings)) for row in going}
+        sizes = {row.digest: links.freed(_here(files_of(row, settings))) for row in going}
         if going and not dry_run:
             try:
                 stay = remove_locked(going, settings, unless=reason_to_stay, keep_row=shared)
@@ -269,6 +272,10 @@ def _together(
     return True
 
 
+def _here(place: Path) -> Path:
+    return place if place.exists() else store.aside(place)  # a look puts nothing back
+
+
 def _keeper(digest: str, aliases: tuple[str, ...], locked: dict[str, Path]) -> str:
     names = [name for name in aliases if "/" not in name]
     if names:
@@ -289,7 +296,7 @@ def _stray(
     """A directory without a row, or what a killed process left."""
     path = stray.path
     if stray.kind == "leftover":
-        with suppress(FileNotFoundError), _abandoned(path, grace) as left:
+        with suppress(FileNotFoundError), leftovers.abandoned(path, grace) as left:
             if left:
                 done.garbage.append(Garbage("leftover", path, links.freed(path), stray.why))
                 if not dry_run:
@@ -312,17 +319,6 @@ def _stray(
             if not dry_run:
                 _delete(path)
                 origin.forget(path.name, settings)
-
-
-@contextmanager
-def _abandoned(path: Path, grace: float) -> Iterator[bool]:
-    """Whether no living process is at work on a leftover, and none will be until the block ends."""
-    old = time.time() - path.lstat().st_mtime >= grace
-    if path.name.startswith(leftovers.PULL):
-        with leftovers.of_dead_pull(path) as dead:
-            yield dead is not False and (old or (dead is True and path.suffix != ".lock"))
-    else:
-        yield path.name.startswith(".removed-") or (old and not leftovers.written(path))
 
 
 def _small(settings: Settings, done: Collected, grace: float, *, dry_run: bool) -> None:

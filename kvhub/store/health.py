@@ -128,7 +128,7 @@ def _mappers(settings: Settings) -> Finding:
         except KvhubError:
             broken.append(row.digest[:12])
     if broken:
-        advice = "kvhub verify says what is wrong; kvhub pull fetches them again"
+        advice = "kvhub verify says of each what is wrong, and what repairs it"
         return Finding("mappers", "FAILS", f"ready but damaged: {', '.join(broken[:5])}", advice)
     others = f"; the files of {elsewhere} more are on other machines" if elsewhere else ""
     return Finding("mappers", "ok", f"{len(rows) - elsewhere} ready, names and sizes agree{others}")

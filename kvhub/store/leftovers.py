@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from kvhub.settings import Settings
@@ -67,3 +67,14 @@ def of_dead_pull(path: Path) -> AbstractContextManager[bool | None]:
     living pull holds it; None where there is no lock, which says nothing.
     """
     return unheld(path if path.suffix == ".lock" else path.with_suffix(".lock"))
+
+
+@contextmanager
+def abandoned(path: Path, grace: float) -> Iterator[bool]:
+    """Whether no living process is at work on a leftover, and none will be until the block ends."""
+    old = time.time() - path.lstat().st_mtime >= grace
+    if path.name.startswith(PULL):
+        with of_dead_pull(path) as dead:
+            yield dead is not False and (old or (dead is True and path.suffix != ".lock"))
+    else:
+        yield path.name.startswith(".removed-") or (old and not written(path))

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvhub.errors import BadInput, Corrupt, NotFound
 from kvhub.strict_json import parse_object, read_bounded
-from kvhub_registry import MapperRow
+from kvhub_registry import MapperRow, ModelRecord
 from kvhub_registry.names import answers_to
 
 ROWS = 500 * 1024 // 4
@@ -72,11 +72,12 @@ def shape_of(ref: str, rows: Sequence[MapperRow]) -> Shape:
         return next(iter(found.values()))
     if "/" not in ref:
         raise NotFound(f"no model {ref!r} here", "a directory, a name that the registry knows, or org/name")
-    from kvhub.hub import client
+    from kvhub.hub import bounds, client
 
     repo_id, revision = client.split(ref)
     hub = client.api()
-    config = client.ask(repo_id, lambda: hub.hf_hub_download(repo_id, "config.json", revision=revision))
+    with bounds.task(repo_id, one_page=True):  # the client's own attempts would come on top of ours
+        config = client.ask(repo_id, lambda: hub.hf_hub_download(repo_id, "config.json", revision=revision))
     return _from_config(ref, Path(config))
 
 
@@ -113,11 +114,7 @@ def _need(
     weights = 2 * target.num_layers * inputs * target.width
     biases = 2 * target.num_layers * target.width
     f, g = source.num_layers * source.width, target.num_layers * target.width
-    existing = [
-        row
-        for row in rows
-        if answers_to(row.source.name, source.name) and answers_to(row.target.name, target.name)
-    ]
+    existing = [row for row in rows if _is(row.source, source) and _is(row.target, target)]
     existing.sort(key=lambda row: (row.state.value != "ready", -row.created.timestamp()))
     return Need(
         source,
@@ -129,6 +126,16 @@ def _need(
         2 * 2 * ROWS * f * (f + g),
         existing[0] if existing else None,
         note,
+    )
+
+
+def _is(model: ModelRecord, shape: Shape) -> bool:
+    """Whether a registered model may be this one: by name, and not of another shape."""
+    known = (model.num_layers, model.num_kv_heads, model.head_dim)
+    return answers_to(model.name, shape.name) and known == (
+        shape.num_layers,
+        shape.num_kv_heads,
+        shape.head_dim,
     )
 
 

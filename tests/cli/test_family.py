@@ -131,6 +131,16 @@ def test_a_plan_of_two_models_of_one_name(shell, tmp_path: Path) -> None:  # typ
     assert "one/small and two/small" in shell.run("plan", "small", "org/large", code=2).stderr
 
 
+def test_a_plan_does_not_count_a_mapper_of_another_shape(shell, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    stored(shell.settings, 1, source="org/small", target="org/large")
+    (tmp_path / "small").mkdir()
+    config = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64, "num_hidden_layers": 99}
+    (tmp_path / "small" / "config.json").write_text(json.dumps(config))
+    found = json.loads(shell.run("plan", tmp_path / "small", "org/large", "--format", "json").stdout)
+    assert found["missing"] == 2
+    assert json.loads(shell.run("plan", "small", "large", "--format", "json").stdout)["missing"] == 1
+
+
 def test_search_is_one_request(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     for name, target in (("one", QWEN[1]), ("two", QWEN[2])):
         publishable(tmp_path / name, seed=len(name), source=QWEN[0], target=target)

@@ -91,6 +91,25 @@ def test_a_lock_gives_the_same_bytes_elsewhere_and_offline(shell, hub: LoopbackH
     empty.run("pull", REPO, "--locked", code=2)
 
 
+def test_a_lock_is_not_believed_beyond_what_is_here(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    publishable(tmp_path / "made")
+    shell.run("push", tmp_path / "made", REPO)
+    shell.run("pull", REPO)
+    lock = tmp_path / "kvhub.lock"
+    shell.run("lock", REPO, "-o", lock)
+    content = json.loads(lock.read_text())
+    before = find(REPO, shell.settings)
+    for name in ("a b", "-x", "a" * 127, "org/name"):
+        content["mappers"][0]["aliases"] = [name]
+        lock.write_text(json.dumps(content))
+        assert "is not an alias" in shell.run("pull", "--locked", "--lock", lock, code=2).stderr
+    content["mappers"][0] |= {"aliases": [], "repo": "tester/nowhere", "commit": "0" * 40}
+    lock.write_text(json.dumps(content))
+    shell.run("pull", "--locked", "--lock", lock)
+    after = find(REPO, shell.settings)
+    assert (after.locations, after.aliases) == (before.locations, before.aliases)
+
+
 def test_a_lock_of_what_is_not_ready_says_so(shell, hub: LoopbackHub, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     digest = stored(shell.settings, 1).digest
     shell.run("push", digest, REPO)

@@ -70,3 +70,13 @@ def test_commands_with_an_address_that_is_none(shell, command: str) -> None:  # 
 
 def test_a_list_needs_no_hub(shell) -> None:  # type: ignore[no-untyped-def]
     shell.run("list", HF_ENDPOINT="http://[::")
+
+
+def test_what_is_too_long_to_search_for(shell) -> None:  # type: ignore[no-untyped-def]
+    for given in (("a" * 501,), ("--target", "a" * 100_000)):
+        assert "too long to search for" in shell.run("search", *given, code=2).stderr
+
+
+def test_options_without_what_they_are_about(shell) -> None:  # type: ignore[no-untyped-def]
+    assert "whom" in shell.run("trust", "--remove", code=2).stderr
+    assert "--host is empty" in shell.run("ui", "--host", "", code=2).stderr

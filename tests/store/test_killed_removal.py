@@ -12,6 +12,7 @@ from kvhub.catalog import demand_files, files_of, find, open_registry, to_record
 from kvhub.errors import NotFound
 from kvhub.settings import Settings
 from kvhub.store.collect import collect
+from kvhub.store.lifecycle import retire
 from kvhub.store.removal import undo
 from kvhub_registry import State
 
@@ -34,6 +35,18 @@ def test_what_a_removal_left_is_no_matter_of_a_row_with_files_elsewhere(
     aside.mkdir()
     undo([find(manifest.digest, home)], home, shared=True)
     assert find(manifest.digest, home).state is State.READY
+
+
+def test_a_removal_by_gc_that_was_killed_goes_in_the_end(home: Settings) -> None:
+    manifest = stored(home, 1)
+    retire(manifest.digest, why="old", settings=home)
+    wanted = collect(home, dry_run=True)
+    directory = home.mappers / manifest.digest
+    directory.rename(directory.with_name(f".removed-{directory.name}"))
+    looked, done = collect(home, dry_run=True), collect(home)
+    for found in (looked, done):
+        assert (found.size, len(found.garbage), found.kept) == (wanted.size, 1, [])
+    assert [path.name for path in home.mappers.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize("whole", [True, False])
