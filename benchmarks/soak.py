@@ -138,8 +138,8 @@ def soak(
 def documents_of(seed: int) -> list[list[int]]:
     """Sixteen texts of 600 tokens, others in every part."""
     ids = servers.token_ids()
-    start = 20000 + seed * 16 * 600
-    return [ids[start + i * 600 : start + (i + 1) * 600] for i in range(16)]
+    starts = [(20000 + (seed * 16 + i) * 600) % (len(ids) - 600) for i in range(16)]
+    return [ids[start : start + 600] for start in starts]
 
 
 def ending(server: Server, part: str) -> dict[str, Any]:

@@ -213,15 +213,19 @@ class Memory(Background):
 def check_slots(server: Server) -> tuple[int, int]:
     """(slots lost, capacity) of an idle server, by SGLang's own accounting.
 
-    Lost: capacity - free - evictable, which is what no request and no cache holds.
+    Lost: capacity - free - evictable, which is what no request and no cache holds, however often one looks.
+    The numbers are brought up to date by a request, whose own page they may still hold.
     """
-    server.generate([5, 6, 7], 1)  # the numbers are brought up to date by a request
-    for _ in range(50):
+    used = []
+    for _ in range(20):
+        server.generate([5, 6, 7], 1)
         load = json.loads(server.get("/v1/loads"))["loads"][0]
         if not load["num_running_reqs"] and not load["num_waiting_reqs"]:
+            used.append(int(load["num_used_tokens"]))
+        if used and not used[-1]:
             break
         time.sleep(0.2)
-    return int(load["num_used_tokens"]), int(load["max_total_num_tokens"])
+    return min(used, default=int(load["num_used_tokens"])), int(load["max_total_num_tokens"])
 
 
 def alive(server: Server) -> bool:

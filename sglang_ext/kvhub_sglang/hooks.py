@@ -20,6 +20,9 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 WEIGHT_UPDATES = (
     *(f"{_UPDATER}.update_weights_from_{origin}" for origin in ("disk", "distributed", "tensor", "ipc")),
     f"{_UPDATER}.check_weights",  # its test actions overwrite weights
+    # A session may be filled from outside (RDMA), memory that was given back with anything at all.
+    *(f"{_UPDATER}.{name}_weight_update" for name in ("begin", "end")),
+    *(f"{_UPDATER}.{name}_memory_occupation" for name in ("release", "resume")),
 )
 
 _switch_off: Callable[[str], None] | None = None
