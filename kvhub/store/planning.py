@@ -59,6 +59,11 @@ def shape_of(ref: str, rows: Sequence[MapperRow]) -> Shape:
     directory = Path(ref).expanduser()
     if directory.is_dir():
         return _from_config(directory.absolute().name, directory / "config.json")
+    what = "a model is a directory with config.json, a name that the registry knows, or org/name"
+    if directory.exists():
+        raise BadInput(f"{ref} is a file", what)
+    if ref.startswith((".", "/", "~")):
+        raise NotFound(f"there is no {ref}", what)
     found: dict[str, Shape] = {}
     for row in rows:
         for model in (row.source, row.target):
@@ -93,7 +98,8 @@ def plan(
         first = once.setdefault(shape.name.casefold(), shape)
         if first != replace(shape, name=first.name):
             raise BadInput(
-                f"two models of other shapes are both called {shape.name}", "rename one of the directories"
+                f"two models of different shapes are both called {shape.name}",
+                "rename one of the directories",
             )
     shapes = list(once.values())
     if len(shapes) < 2:

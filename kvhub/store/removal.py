@@ -127,7 +127,8 @@ class _Going:
         self._settings, self._unless, self._keep_row = settings, unless, keep_row
         self._places = {row.digest: files_of(row, settings) for row in rows}
         for directory in self._places.values():
-            shutil.rmtree(store.aside(directory), ignore_errors=True)
+            with suppress(OSError):  # of a removal that was killed; its shards go, too
+                blobs.delete(store.aside(directory), settings)
 
     def put_aside(self) -> list[Path]:
         """Forget the rows, with the files put aside; back where that fails. Returns where they are."""

@@ -131,6 +131,12 @@ def test_a_plan_of_two_models_of_one_name(shell, tmp_path: Path) -> None:  # typ
     assert "one/small and two/small" in shell.run("plan", "small", "org/large", code=2).stderr
 
 
+def test_a_plan_of_what_is_no_model(shell, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "file").touch()
+    assert "is a file" in shell.run("plan", tmp_path / "file", "org/large", code=2).stderr
+    assert "there is no" in shell.run("plan", tmp_path / "absent", "org/large", code=3).stderr
+
+
 def test_a_plan_does_not_count_a_mapper_of_another_shape(shell, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     stored(shell.settings, 1, source="org/small", target="org/large")
     (tmp_path / "small").mkdir()

@@ -11,9 +11,10 @@ from support.stored import stored
 from kvhub.catalog import demand_files, files_of, find, open_registry, to_record
 from kvhub.errors import NotFound
 from kvhub.settings import Settings
+from kvhub.store.blobs import share
 from kvhub.store.collect import collect
 from kvhub.store.lifecycle import retire
-from kvhub.store.removal import undo
+from kvhub.store.removal import remove, undo
 from kvhub_registry import State
 
 
@@ -35,6 +36,17 @@ def test_what_a_removal_left_is_no_matter_of_a_row_with_files_elsewhere(
     aside.mkdir()
     undo([find(manifest.digest, home)], home, shared=True)
     assert find(manifest.digest, home).state is State.READY
+
+
+def test_rm_after_a_removal_that_was_killed_frees_all(home: Settings) -> None:
+    manifest = stored(home, 1)
+    directory = home.mappers / manifest.digest
+    share(directory, manifest.files, home)
+    assert list((home.home / "blobs").iterdir())
+    directory.rename(directory.with_name(f".removed-{directory.name}"))
+    remove(find(manifest.digest, home), home)
+    assert not list((home.home / "blobs").iterdir())
+    assert [path.name for path in home.mappers.iterdir()] == [".lock"]
 
 
 def test_a_removal_by_gc_that_was_killed_goes_in_the_end(home: Settings) -> None:

@@ -282,6 +282,7 @@ def test_a_checkpoint_of_other_keys_is_refused(
     pair = Pair.make(tmp_path)
     arguments = pair.arguments("--recipe", "default", "--distill", "0", "--dtype", "float32")
     arguments += ["--checkpoint", str(tmp_path / "progress"), "--output", str(tmp_path / "out")]
+    arguments += ["--checkpoint-every", "1"]
     with monkeypatch.context() as patch:
         patch.setattr("kvhub.fit.run.solve_pair", killed)
         assert run([*arguments, "--normalise-keys", "off"]) == 130
