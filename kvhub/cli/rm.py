@@ -34,15 +34,12 @@ def command(mappers: tuple[str, ...], yes: bool) -> None:
             output.note(_what(row))
         what = f"mapper {_what(rows[0])}" if len(rows) == 1 else f"these {len(rows)} mappers"
         click.confirm(output.clean(f"Remove {what}?"), abort=True, err=True)
-    from kvhub.hub.store import aside
+    from kvhub.hub.store import wherever
     from kvhub.settings import Settings
     from kvhub.store.links import Links
     from kvhub.store.removal import remove_all
 
-    places = {row.digest: files_of(row) for row in rows}
-    for digest, place in places.items():
-        if not place.exists():
-            places[digest] = aside(place)  # where a removal was killed
+    places = {row.digest: wherever(files_of(row)) for row in rows}
     there = {digest for digest, place in places.items() if place.exists()}
     links = Links(Settings.load())
     sizes = {digest: links.freed(place) for digest, place in places.items()}

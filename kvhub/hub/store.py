@@ -75,6 +75,11 @@ def aside(final: Path) -> Path:
     return final.with_name(f".removed-{final.name}")
 
 
+def wherever(final: Path) -> Path:
+    """`final`, or where a removal that was killed has left it."""
+    return final if final.exists() else aside(final)
+
+
 def free_bytes(directory: Path) -> int:
     """Bytes that may still be written where `directory` is."""
     return shutil.disk_usage(directory).free

@@ -243,7 +243,7 @@ def _together(
             if by:
                 kept[row.digest] = by
         going = [row for row in rows if row.digest not in kept]
-        sizes = {row.digest: links.freed(_here(files_of(row, settings))) for row in going}
+        sizes = {row.digest: links.freed(store.wherever(files_of(row, settings))) for row in going}
         if going and not dry_run:
             try:
                 stay = remove_locked(going, settings, unless=reason_to_stay, keep_row=shared)
@@ -270,10 +270,6 @@ def _together(
             why = f"{row.state.value}: {row.state_reason}{row_stays}"
             done.garbage.append(Garbage("mapper", files_of(row, settings), sizes[row.digest], why, row))
     return True
-
-
-def _here(place: Path) -> Path:
-    return place if place.exists() else store.aside(place)  # a look puts nothing back
 
 
 def _keeper(digest: str, aliases: tuple[str, ...], locked: dict[str, Path]) -> str:

@@ -68,8 +68,7 @@ def shape_of(ref: str, rows: Sequence[MapperRow]) -> Shape:
     for row in rows:
         for model in (row.source, row.target):
             if answers_to(model.name, ref):
-                shape = Shape(model.name, model.num_layers, model.num_kv_heads, model.head_dim)
-                found.setdefault(model.name.casefold(), shape)
+                found.setdefault(model.name.casefold(), _shape(model))
     if len(found) > 1:
         names = " and ".join(sorted(shape.name for shape in found.values())[:3])
         raise BadInput(f"{ref!r} is the name of several models here: {names}", "give a directory or org/name")
@@ -137,12 +136,11 @@ def _need(
 
 def _is(model: ModelRecord, shape: Shape) -> bool:
     """Whether a registered model may be this one: by name, and not of another shape."""
-    known = (model.num_layers, model.num_kv_heads, model.head_dim)
-    return answers_to(model.name, shape.name) and known == (
-        shape.num_layers,
-        shape.num_kv_heads,
-        shape.head_dim,
-    )
+    return answers_to(model.name, shape.name) and replace(_shape(model), name=shape.name) == shape
+
+
+def _shape(model: ModelRecord) -> Shape:
+    return Shape(model.name, model.num_layers, model.num_kv_heads, model.head_dim)
 
 
 def _from_config(name: str, path: Path) -> Shape:

@@ -167,7 +167,9 @@ class KvhubRadixCache(QueueingCache):
 
     def _late(self, req: Any) -> Plan | None:
         """The report of a request that went by without a plan, before its first token is sent."""
-        plan = None if self.serving is None else handoff.late_plan(self.serving, req)
+        if self.serving is None or self._internal(req.rid) is not None:
+            return None
+        plan = handoff.late_plan(self.serving, req)
         if plan is not None:
             self._attach(req, plan)
         return plan

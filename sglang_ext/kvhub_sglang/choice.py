@@ -54,11 +54,7 @@ def silent(req: Any, settings: ServingSettings) -> bool:
     """Whether nobody said anything of reuse, so that `choose` would say `NOT_ASKED`; in microseconds."""
     if settings.reuse in ("always", "off"):
         return False
-    envelope = getattr(req, "kv_hints", None)
-    if any(action.action_type == ACTION for action in getattr(envelope, "actions", None) or ()):
-        return False
-    params = getattr(req.sampling_params, "custom_params", None)
-    return not isinstance(params, dict) or params.get("kvhub") is None
+    return not _actions(req) and _said(req) is None
 
 
 def choose(req: Any, settings: ServingSettings) -> Choice:
@@ -96,20 +92,26 @@ def choose(req: Any, settings: ServingSettings) -> Choice:
 def _hints(req: Any) -> list[Ask]:
     """Every action of type `kvhub.reuse`, so that none can be hidden behind another."""
     asks = []
-    envelope = getattr(req, "kv_hints", None)
-    for action in getattr(envelope, "actions", None) or ():
-        if action.action_type == ACTION:
-            if action.action_version != "1":
-                raise Refusal(Code.DECLINED, f"unknown {ACTION} version {action.action_version!r}")
-            asks.append(_parse(action.payload))
+    for action in _actions(req):
+        if action.action_version != "1":
+            raise Refusal(Code.DECLINED, f"unknown {ACTION} version {action.action_version!r}")
+        asks.append(_parse(action.payload))
     return asks
 
 
+def _actions(req: Any) -> list[Any]:
+    envelope = getattr(req, "kv_hints", None)
+    return [one for one in getattr(envelope, "actions", None) or () if one.action_type == ACTION]
+
+
 def _client(req: Any) -> Ask | None:
+    said = _said(req)
+    return None if said is None else _parse(said)
+
+
+def _said(req: Any) -> Any:
     params = getattr(req.sampling_params, "custom_params", None)
-    if not isinstance(params, dict) or params.get("kvhub") is None:
-        return None
-    return _parse(params["kvhub"])
+    return params.get("kvhub") if isinstance(params, dict) else None
 
 
 def _parse(payload: object) -> Ask:

@@ -70,10 +70,9 @@ def new_plan(serving: Serving, req: Any, limit: int, match: Match) -> Plan:
 def late_plan(serving: Serving, req: Any) -> Plan | None:
     """For a request that was `silent`, once its prompt or a part of it is computed: a refusal, to report.
 
-    Until then nothing is done for it. None for requests of our own, and those that are not silent.
+    Until then nothing is done for it. None for those that are not silent.
     """
-    internal = serving.internal is not None and serving.internal.get(req.rid) is not None
-    if internal or not silent(req, serving.settings) or serving.salts.is_reserved(req.cache_salt):
+    if not silent(req, serving.settings) or serving.salts.is_reserved(req.cache_salt):
         return None
     salt = req.cache_salt
     plan = Plan(salt, salt, (salt or "", req.extra_key or ""), Report(len(req.origin_input_ids)), dead=True)
