@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from kvhub.errors import Corrupt
+from kvhub.errors import Corrupt, KvhubError
 from kvhub.hub import waits
 from kvhub.hub.parallel import end_if_stopped
 
@@ -101,12 +101,18 @@ def bounded(session: Any) -> Any:
         token, begun = _streamed.set(stream), time.monotonic()
         try:
             with waits.until(waits.limit(request, stream=stream)):
-                return send(request, stream=stream, **rest)
+                answer = send(request, stream=stream, **rest)
         except Exception as error:
             _in_vain(begun)
             raise _once(error) from error
         finally:
             _streamed.reset(token)
+        try:
+            end_if_stopped()  # what the client does next may make the directory again that is cleaned up
+        except KvhubError:
+            answer.close()
+            raise
+        return answer
 
     waits.watch(session)
     session.send = checked
@@ -210,9 +216,9 @@ def _end(response: Any, limit: int | None, message: str) -> None:
             except Exception:
                 _in_vain(begun)
                 raise
+            end_if_stopped()
             if piece is None:
                 return
-            end_if_stopped()
             got += len(piece)
             doing = _task.get()
             if doing is not None and len(piece) >= waits.PACE:

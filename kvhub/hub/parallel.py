@@ -71,13 +71,11 @@ def for_each(
             except BaseException as error:
                 found.put(error)
 
-    running = [
-        threading.Thread(target=worker, name=f"{name}-{number}", daemon=True)
-        for number in range(min(threads, len(items)))
-    ]
-    for thread in running:
-        thread.start()
+    running: list[threading.Thread] = []
     try:
+        for number in range(min(threads, len(items))):  # inside: an interrupt may come while they start
+            running.append(threading.Thread(target=worker, name=f"{name}-{number}", daemon=True))
+            running[-1].start()
         for _ in items:
             outcome = _next(found, waiting)
             if isinstance(outcome, BaseException):
@@ -87,7 +85,8 @@ def for_each(
         stop.set()
         deadline = time.monotonic() + (PATIENCE if isinstance(error, Exception) else INTERRUPTED)
         for thread in running:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():  # not one whose start was interrupted
+                thread.join(max(0.0, deadline - time.monotonic()))
         raise
     finally:
         stop.set()

@@ -257,6 +257,50 @@ def test_what_still_downloads_when_a_pull_ends_writes_nothing_more(tmp_path: Pat
     assert len(found) == 2 and not (tmp_path / "again").exists()
 
 
+def test_a_pull_that_waits_for_the_head_of_a_file_leaves_nothing(
+    published: Manifest, hub: LoopbackHub, home: Settings
+) -> None:
+    """The client makes directories between one answer and the next request."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    def hang(request: Request) -> None:
+        if request.method == "HEAD" and request.url.path.endswith(published.files[0].name):
+            asked.set()
+            go_on.wait(30)
+
+    def interrupted(_done: int, _total: int) -> None:
+        assert asked.wait(30)
+        raise KeyboardInterrupt
+
+    hub.faults.append(hang)
+    with pytest.raises(KeyboardInterrupt):
+        fetch(REPO, progress=interrupted)
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvhub-pull"):
+            thread.join(30)
+    assert [path.name for path in home.mappers.glob(".pull-*")] == []
+
+
+def test_an_interrupt_while_threads_start_stops_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+
+    class Second(threading.Thread):
+        def start(self) -> None:
+            if self.name.endswith("-1"):
+                raise KeyboardInterrupt
+            super().start()
+
+    def work(item: int) -> None:
+        time.sleep(0.2)
+        done.append(item)
+
+    monkeypatch.setattr("kvhub.hub.parallel.threading.Thread", Second)
+    with pytest.raises(KeyboardInterrupt):
+        for_each(range(20), work, lambda _: None, threads=2, name="test")
+    assert done == [0]  # what was under way has been waited for, nothing new was begun
+
+
 def test_a_pull_sweeps_what_has_no_lock_or_one_that_nobody_holds(tmp_path: Path) -> None:
     mappers = tmp_path / "mappers"
     for name in (".pull-0123456789ab", ".pull-ba9876543210"):
