@@ -3,8 +3,8 @@
     python -m benchmarks.isolation [--home KVHUB_HOME]
 
 Two servers with HiCache on (so that rows lie on the device, in the host's memory and in the exchange) and
-stock ones. Tenants fill all three tiers with exact and lossy rows of a text; then everybody else, in every
-way a request can ask and under forged names, sends the same text to both servers. The asking tenant never
+stock ones. Tenants fill all three tiers with exact and lossy rows of a text; then everybody else, in each
+way that a request can ask and under forged names, sends the same text to both. The asking tenant never
 sent that text: nothing may be reused, of any kind, and the greedy answer must be that of stock SGLang.
 The tiers are told apart by what is done before: nothing (device), other texts push it out (host), a
 flush (exchange alone).
@@ -99,6 +99,19 @@ class Matrix:
             if isinstance(tokens, int) and tokens:
                 self.seen[f"owner found {kind} rows, {tier}"] += 1
 
+    def ask(self, owner: dict[str, str], strangers: list[dict[str, str]], way: str, tier: str) -> None:
+        """Everybody but the owner, in one way, at both servers: half first at one, half at the other."""
+        texts = [(stranger, self.text()) for stranger in strangers]
+        for _, text in texts:
+            self.fill(owner, text, tier)
+        self.move(tier)
+        self.owner(owner, texts[-1][1], tier)
+        for number, (stranger, text) in enumerate(texts):
+            first, second = ("small", "large") if number % 2 else ("large", "small")
+            self.probe(stranger, text, first, way, tier)
+            # what the first has just published is this stranger's own now, so this one may not map
+            self.probe(stranger, text, second, "silent", tier)
+
     def run(self) -> None:
         strangers = [
             *TENANTS,
@@ -107,17 +120,8 @@ class Matrix:
         ]
         for tier in ("device", "host", "exchange"):
             for owner in TENANTS:
-                ways = itertools.cycle(WAYS)
-                texts = [(stranger, self.text()) for stranger in strangers if stranger != owner]
-                for _, text in texts:
-                    self.fill(owner, text, tier)
-                self.move(tier)
-                self.owner(owner, texts[-1][1], tier)
-                for number, (stranger, text) in enumerate(texts):
-                    # one server, then the other in a way that cannot map what the first just published
-                    names = ("small", "large") if number % 2 else ("large", "small")
-                    self.probe(stranger, text, names[0], next(ways), tier)
-                    self.probe(stranger, text, names[1], "silent", tier)
+                for way in WAYS:
+                    self.ask(owner, [one for one in strangers if one != owner], way, tier)
             print(tier, dict(self.counts), dict(self.seen), flush=True)
 
 
