@@ -2,7 +2,7 @@
 
     python -m benchmarks.fidelity SOURCE TARGET --text wiki.utf8 --text c4.utf8 --text code.utf8 \
         --other technical.utf8 --captures DIR [--both] [--recipes paper,ridge,...] \
-        [--mapper NAME=DIR] [--name PAIR] [--output benchmarks/results/fidelity.csv]
+        [--mapper NAME=DIR] [--exact-prefix N] [--name PAIR] [--output benchmarks/results/fidelity.csv]
 
 Both models run once over the calibration windows and over the held-out ones, and are kept in DIR; a recipe is
 then a solve and two short tails a window (its own document's cache and another's). All recipes of a pair see
@@ -175,7 +175,7 @@ def one_way(pair: StudyPair, name: str, given: argparse.Namespace) -> None:
         keep(given.output, found)
         print(f"{name} {recipe}: excess {found[0]['excess_nll']:.4f} KL {found[0]['kl']:.4f}", flush=True)
 
-    for wanted in given.recipes.split(","):
+    for wanted in filter(None, given.recipes.split(",")):
         recipe = named(wanted)
         try:
             solved, seconds = fit(pair, recipe)
@@ -195,7 +195,7 @@ def one_way(pair: StudyPair, name: str, given: argparse.Namespace) -> None:
         mapper = load_mapper(path)
         manifest = mapper.manifest
         if (manifest.source.digest, manifest.target.digest) == (bundle.source.digest, bundle.target.digest):
-            exact = manifest.exact_prefix
+            exact = max(manifest.exact_prefix, given.exact_prefix)
             scores = measure(
                 MapperCandidate(mapper), bundle, pair.target, exact_prefix=exact, wrong=not given.short
             )
@@ -213,8 +213,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--captures", type=Path, required=True)
     parser.add_argument("--name", default=None, help="of the pair; reversed for the way back")
     parser.add_argument("--both", action="store_true")
-    parser.add_argument("--recipes", default=",".join(recipe.name for recipe in RECIPES))
+    parser.add_argument("--recipes", default=",".join(recipe.name for recipe in RECIPES), help='"": none')
     parser.add_argument("--mapper", action="append", default=[], metavar="NAME=DIR")
+    parser.add_argument("--exact-prefix", type=int, default=0, help="first tokens native under --mapper")
     parser.add_argument("--k", default="8")
     parser.add_argument("--sequences", type=int, default=80)
     parser.add_argument("--length", type=int, default=512)

@@ -10,7 +10,7 @@ whose whole next-token distributions the server returns. Each is compared with s
 prompts: KL(stock || kvhub) in nats and top-1 over the 4 positions, and how much of the greedy answer is
 the same up to the first difference. Intervals: 95 % bootstrap over conversations.
 
-Conversations go in batches through each turn, one request at a time; with healing, the servers are left idle
+Conversations go in batches through each turn, four at once; with healing, the servers are left idle
 between turns until they have healed, as a server is whose user is reading.
 """
 
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from kvhub.serving.exposition import scrape
 VOCABULARY = 4096
 SHAPE = Shape(message=124, answer=4)
 GREEDY = 16
+CONCURRENT = 4
 NAMES = ("small", "large")
 HEALED = ("done", "gone", "no_room")
 POLICIES: dict[str, dict[str, Any]] = {
@@ -97,15 +99,19 @@ def hold(
     end = SHAPE.first
     for turn in range(turns):
         server = pair[turn % 2]
-        healed, mapped = _healed(server) if healing else 0, 0
-        for number, ids in talks.items():
-            answer = server.generate(ids[:end], GREEDY)
+        healed = _healed(server) if healing else 0
+
+        def one(number: int, server: Server = server, turn: int = turn, end: int = end) -> None:
+            answer = server.generate(talks[number][:end], GREEDY)
             found.answers[number, turn] = answer["output_ids"]
             report = next((one for one in answer["meta_info"].get("kvhub") or [] if one), {})
             found.reports[number, turn] = report
-            mapped += report.get("mapped", 0) > 0
-            found.logs[number, turn] = distributions(server, ids, end)
+            found.logs[number, turn] = distributions(server, talks[number], end)
+
+        with ThreadPoolExecutor(CONCURRENT) as pool:
+            list(pool.map(one, talks))
         if healing:
+            mapped = sum(found.reports[number, turn].get("mapped", 0) > 0 for number in talks)
             _idle(server, healed + mapped)
         end += SHAPE.message + SHAPE.answer
 
@@ -148,7 +154,7 @@ def _idle(server: Server, wanted: float) -> None:
 def run(policy: dict[str, Any] | None, home: str, talks: list[list[int]], turns: int, batch: int) -> Turns:
     """All conversations with both servers under one policy; None: stock SGLang."""
     found = Turns()
-    flags = ["--max-total-tokens", "131072"]
+    flags = ["--max-total-tokens", "65536"]
     with contextlib.ExitStack() as stack:
         if policy is None:
             pair = [servers.start_stock(stack, name, flags=flags) for name in NAMES]
@@ -214,6 +220,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--batch", type=int, default=20, help="conversations that go through a turn together")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--home", help="this benchmark's own KVHUB_HOME (default: one thrown away)")
     parser.add_argument("--name", default="turns-live")
     arguments = parser.parse_args()
     first, second = halves()

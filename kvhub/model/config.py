@@ -109,7 +109,8 @@ def _refuse_layers(path: Path, raw: dict[str, Any]) -> None:
 
 
 def _refuse_quantization(path: Path, raw: dict[str, Any]) -> None:
-    described = raw.get("quantization_config")
+    # compressed-tensors has been known to say it under a key of its own, which servers read, too
+    described = raw.get("quantization_config") or raw.get("compression_config")
     beside = path / "hf_quant_config.json"  # ModelOpt
     if beside.exists():
         content = parse_object(read_bounded(beside, limit=CONFIG_LIMIT, follow_symlinks=True), str(beside))

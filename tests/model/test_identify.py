@@ -165,6 +165,8 @@ REFUSED = [
     ({"quantization_config": {"quantization": {"kv_cache_quant_algo": "FP8"}}}, "quantized_kv"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantized_weights"),
     ({"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": None}}, "quantized_weights"),
+    ({"compression_config": {"quant_method": "compressed-tensors"}}, "quantized_weights"),
+    ({"quantization_config": {}, "compression_config": {"kv_cache_scheme": {"num_bits": 8}}}, "quantized_kv"),
     ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}, "multimodal"),
     ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "multimodal"),
     ({"model_type": "qwen2_audio", "audio_config": {"d_model": 8}}, "multimodal"),

@@ -10,9 +10,11 @@ import pytest
 from support.prose import write_text
 from support.tiny import make_tiny
 
+from kvhub.errors import BadInput
 from kvhub.fit.solve import Solved
+from kvhub.model.identity import Geometry
 from kvhub.study.pair import StudyPair
-from kvhub.study.recipes import Recipe
+from kvhub.study.recipes import Recipe, named
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = "paper,head-local,off-head-10,first-4-exact,closed-form,default-stretched,default"
@@ -73,3 +75,13 @@ def test_the_same_lines_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert by["A->B", "paper", "all"]["removed"] == "0"
     paper, local = (int(by["A->B", name, "all"]["apply_flops"]) for name in ("paper", "head-local"))
     assert local == paper  # twice the layers, half the heads
+
+
+def test_recipes_of_more_layers_are_known_by_name() -> None:
+    source = Geometry(
+        num_layers=24, num_attention_heads=14, num_kv_heads=2, head_dim=64, hidden_size=896, k_norm=False
+    )
+    assert named("ridge-k12-1e-4").count(8, source) == 12
+    assert named("first-4-exact-all").count(8, source) == 24
+    with pytest.raises(BadInput, match="no recipe"):
+        named("ridge-k13")
