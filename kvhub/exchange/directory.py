@@ -39,6 +39,7 @@ from kvhub.exchange.root import (
     open_root,
     own_files,
 )
+from kvhub.files import is_full
 
 if TYPE_CHECKING:
     import torch
@@ -116,15 +117,14 @@ class DirectoryExchange:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         if path.parent.is_symlink():  # what is ours stays below the root
             raise OSError(errno.ELOOP, "a shard directory is a link")
-        handle, name = tempfile.mkstemp(prefix=PART_PREFIX, suffix=PART_SUFFIX, dir=path.parent)
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            Path(name).replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                Path(name).unlink()
-            raise
+            _write(path, data)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self._evict(len(data), full=True)  # the disk ends before our own bound
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            _write(path, data)
         self._bytes += len(data)
         return True
 
@@ -179,11 +179,15 @@ class DirectoryExchange:
     def _measure(self) -> int:
         return sum(size for _, size, _ in self._scan())
 
-    def _evict(self, incoming: int) -> None:
-        """Remove the least recently used blocks until a tenth of the space is free."""
+    def _evict(self, incoming: int, *, full: bool = False) -> None:
+        """Remove the least recently used blocks until a tenth of the space is free.
+
+        full: the disk is, so that what is here now is all that it holds.
+        """
         files = sorted(self._scan())
         total = sum(size for _, size, _ in files)
-        goal = self.max_bytes - max(incoming, self.max_bytes // 10)
+        most = min(total, self.max_bytes) if full else self.max_bytes
+        goal = most - max(incoming, most // 10)
         for _, size, path in files:
             if total <= goal:
                 break
@@ -193,6 +197,18 @@ class DirectoryExchange:
         self._bytes = total
         if total + incoming > self.max_bytes:
             raise OSError(f"a block of {incoming} bytes does not fit an exchange of {self.max_bytes}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    handle, name = tempfile.mkstemp(prefix=PART_PREFIX, suffix=PART_SUFFIX, dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise
 
 
 def _read(file: FileIO, most: int) -> torch.Tensor:

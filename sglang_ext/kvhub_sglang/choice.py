@@ -93,8 +93,9 @@ def _hints(req: Any) -> list[Ask]:
     """Every action of type `kvhub.reuse`, so that none can be hidden behind another."""
     asks = []
     for action in _actions(req):
-        if action.action_version != "1":
-            raise Refusal(Code.DECLINED, f"unknown {ACTION} version {action.action_version!r}")
+        versions = req.kv_hints.protocol_version, action.action_version
+        if versions != ("1", "1"):
+            raise Refusal(Code.DECLINED, f"unknown version of kv_hints or {ACTION}: {versions}")
         asks.append(_parse(action.payload))
     return asks
 

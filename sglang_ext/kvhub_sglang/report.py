@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvhub.serving.cost import Estimate
+from kvhub.strict_json import shown
 from kvhub_sglang.metrics import Metrics as Metrics
 from kvhub_sglang.refusal import Code
 
@@ -94,7 +95,7 @@ def log_report(rid: str, report: Report) -> None:
         return
     logger.info(
         "kvhub rid=%s reason=%s exact=%d mapped=%d prefilled=%d ms=%.1f source=%s mapper=%s hops=%d%s%s",
-        rid,
+        shown(rid, 200),  # the client's own
         report.reason,
         report.exact,
         report.mapped,
@@ -104,6 +105,6 @@ def log_report(rid: str, report: Report) -> None:
         report.mapper[:12] or "-",
         report.hops,
         " DRAFT" if report.draft else "",
-        f" ({report.detail})" if report.detail else "",
+        f" ({shown(report.detail, 400)})" if report.detail else "",
         extra={"kvhub": fields},
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.small_disk import filled, small_disk
 
 from kvhub.errors import AccessDenied
 from kvhub.exchange import (
@@ -188,6 +189,26 @@ def test_a_block_larger_than_the_exchange_is_an_error_not_a_loop(tmp_path: Path)
     with pytest.raises(OSError, match="does not fit"):
         put(exchange, 0)
     assert not list(exchange.root.rglob("*.kv")) and not list(exchange.root.rglob("*.part"))
+
+
+def test_a_disk_that_is_full_before_its_bound_forgets_the_oldest(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        exchange = DirectoryExchange(disk / "exchange")
+        with filled(disk, leave=64 << 10):
+            for index in range(40):
+                assert put(exchange, index)
+                path = next(exchange.root.rglob(f"{KEYS[index].hex()}.kv"))
+                os.utime(path, (1000 + index, 1000 + index))
+            assert exchange.header(KEYS[39]) is not None and exchange.header(KEYS[0]) is None
+            assert len(list(exchange.root.rglob("*.kv"))) > 3 and not list(exchange.root.rglob("*.part"))
+
+
+def test_a_disk_that_others_have_filled_is_an_error(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        exchange = DirectoryExchange(disk / "exchange")
+        with filled(disk), pytest.raises(OSError, match="No space left"):
+            put(exchange, 0)
+        assert put(exchange, 0)
 
 
 def _hammer(root: str, seed: int) -> None:

@@ -17,7 +17,9 @@ from kvhub_sglang.refusal import Code, Refusal
 from kvhub_sglang.settings import ServingSettings
 
 
-def chosen(*payloads: Any, client: Any = None, version: str = "1", **settings: Any) -> Choice:
+def chosen(
+    *payloads: Any, client: Any = None, version: str = "1", protocol: str = "1", **settings: Any
+) -> Choice:
     """What `choose` says to hints with these payloads; the last has `version`."""
     params = SamplingParams(max_new_tokens=1, custom_params={"kvhub": client} if client else None)
     req = Req("r", "", array("q", [1]), params)
@@ -27,7 +29,7 @@ def chosen(*payloads: Any, client: Any = None, version: str = "1", **settings: A
     ]
     actions[-1]["action_version"] = version
     actions.insert(1, {**actions[0], "action_type": "other", "payload": {"reuse": False}})
-    envelope = {"protocol_version": "1", "message_id": "m", "actions": actions}
+    envelope = {"protocol_version": protocol, "message_id": "m", "actions": actions}
     req.kv_hints = msgspec.convert(envelope, KvHintsEnvelope)
     return choose(req, ServingSettings(**{"exchange": "/x", "max_hops": 8, **settings}))
 
@@ -64,8 +66,13 @@ def test_one_hint_that_declines_or_cannot_be_read_is_enough(second: Any) -> None
 
 
 def test_a_second_hint_of_an_unknown_version_declines() -> None:
-    with pytest.raises(Refusal, match=r"unknown kvhub\.reuse version"):
+    with pytest.raises(Refusal, match="unknown version"):
         chosen(YES, YES, version="2")
+
+
+def test_hints_of_an_unknown_protocol_decline() -> None:
+    with pytest.raises(Refusal, match="unknown version"):
+        chosen(YES, protocol="99")
 
 
 def test_a_client_narrows_what_hints_left() -> None:

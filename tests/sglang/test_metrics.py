@@ -271,6 +271,13 @@ def test_log_lines_hold_the_report(
         assert {"rid=r1", "mapped=8", "source=org/small"} <= set(text.split())
 
 
+def test_a_clients_id_makes_no_log_line_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        log_report("a\nERROR kvhub is off\x1b[2J", Report(prompt=9, detail="of a\nclient"))
+    [record] = caplog.records
+    assert record.getMessage().isprintable() and "rid=a?ERROR kvhub is off?[2J" in record.getMessage()
+
+
 def test_the_documentation_names_every_metric_stage_and_outcome() -> None:
     text = (DASHBOARD.parents[1] / "docs" / "operating.md").read_text()
     for name, metric in CATALOG.items():
