@@ -2,6 +2,8 @@
 
     python -m benchmarks.turns_live [--conversations 100] [--policies "1 hop" "1 hop, healed"]
 
+Policies that are in the file already are replaced, others stay.
+
 Both mappers are fitted here, by default options on the first half of the demo's articles; the conversations
 are disjoint windows of the second half, which neither the fit nor the models' training saw. A turn is a
 message of 124 tokens (the first: 250) sent to the other model's server than the turn before. Two requests
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -144,7 +147,7 @@ def _healed(server: Server) -> float:
 def _idle(server: Server, wanted: float) -> None:
     """Wait until so many conversations are healed; some need none, so not longer than something happens."""
     count, since = _healed(server), time.monotonic()
-    while count < wanted and time.monotonic() - since < 3:
+    while count < wanted and time.monotonic() - since < 20:
         time.sleep(0.2)
         now = _healed(server)
         if now != count:
@@ -214,13 +217,19 @@ def compare(stock: Turns, ours: Turns, count: int, turns: int) -> dict[str, Any]
     }
 
 
+def kept(name: str, count: int) -> dict[str, Any]:
+    """The policies of an earlier run with as many conversations; those that run again are replaced."""
+    path = machine.RESULTS / f"{name}.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return found["policies"] if found.get("conversations") == count else {}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--conversations", type=int, default=100)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--batch", type=int, default=20, help="conversations that go through a turn together")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
-    parser.add_argument("--home", help="this benchmark's own KVHUB_HOME (default: one thrown away)")
     parser.add_argument("--name", default="turns-live")
     arguments = parser.parse_args()
     first, second = halves()
@@ -232,10 +241,8 @@ def main() -> None:
             "conversations": len(talks),
             "tokens_of_first_message_message_answer": [SHAPE.first, SHAPE.message, SHAPE.answer],
             "greedy_tokens": GREEDY,
-            "mappers": {name: one["digest"][:12] for name, one in servers.mappers(home).items()},
             "text": "fitted on the first half of the demo's articles, held on the second",
-            "machine": machine.describe(),
-            "policies": {},
+            "policies": kept(arguments.name, len(talks)),
         }
         sizes = (len(talks), arguments.turns)
         stock = run(None, home, talks, arguments.turns, arguments.batch)
@@ -243,7 +250,8 @@ def main() -> None:
             print(name, flush=True)
             ours = run(POLICIES[name], home, talks, arguments.turns, arguments.batch)
             row = compare(stock, ours, *sizes)
-            result["policies"][name] = row
+            mappers = {target: made["digest"][:12] for target, made in servers.mappers(home).items()}
+            result["policies"][name] = {"mappers": mappers, "machine": machine.describe(), **row}
             path = machine.write(arguments.name, result)
             print({key: row[key] for key in ("switched_turns", "last_turn", "mapped_tokens")}, flush=True)
     print(path)
