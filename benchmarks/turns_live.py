@@ -183,6 +183,8 @@ def run(policy: dict[str, Any] | None, home: str, talks: list[list[int]], turns:
         for first in range(0, len(talks), batch):
             some = {number: talks[number] for number in range(first, min(first + batch, len(talks)))}
             hold(pair, some, turns, found, healing=bool(policy and policy.get("heal")))
+            for server in pair:
+                server.flush()  # healing evicts nothing, so it needs room
             print(f"  {first + len(some)} conversations, {time.monotonic() - started:.0f} s", flush=True)
     return found
 
