@@ -123,7 +123,6 @@ class DirectoryExchange:
             if not is_full(error):
                 raise
             self._evict(len(data), full=True)  # the disk ends before our own bound
-            path.parent.mkdir(mode=0o700, exist_ok=True)
             _write(path, data)
         self._bytes += len(data)
         return True

@@ -92,10 +92,10 @@ MORE = (
 
 def named(name: str) -> Recipe:
     """Errors: `BadInput` for a name that is none."""
-    for recipe in (*RECIPES, *MORE):
-        if recipe.name == name:
-            return recipe
-    raise BadInput(f"{name} is no recipe", f"one of {', '.join(recipe.name for recipe in (*RECIPES, *MORE))}")
+    known = {recipe.name: recipe for recipe in (*RECIPES, *MORE)}
+    if name not in known:
+        raise BadInput(f"{name} is no recipe", f"one of {', '.join(known)}")
+    return known[name]
 
 
 def fit(pair: StudyPair, recipe: Recipe) -> tuple[Solved, float]:

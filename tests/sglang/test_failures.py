@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
-import os
 import shutil
 import threading
 import time
@@ -22,8 +20,6 @@ from support.pools import LARGE, SMALL, Engine, identity, mapped_rows, mapper_be
 from kvhub.exchange import BlockCorrupt, DirectoryExchange
 from kvhub.model.identity import ModelIdentity
 from kvhub_sglang.place import Pool
-from kvhub_sglang.settings import ServedMapper
-from kvhub_sglang.watch import Watch
 
 MAPPER = mapper_between(SMALL, LARGE)
 PROMPT = [(i * 37 + 11) % 997 for i in range(200)]
@@ -338,73 +334,6 @@ def test_rows_evicted_while_waiting(world: World) -> None:
     target.decode(running, 1)
     target.finish(running)
     target.check()
-
-
-# ---- mappers withdrawn while serving
-
-
-@pytest.mark.parametrize("when", ["before", "staged", "promised", "running"])
-def test_a_mapper_is_withdrawn(world: World, when: str) -> None:
-    target = world.target
-    digest = MAPPER.manifest.digest
-    if when == "before":
-        target.serving.withdraw(digest, "retired")
-        assert target.run(PROMPT, ask=ASK).meta["mapped"] == 0
-        target.empty()
-        return
-    req = target.request(PROMPT, ask=ASK)
-    if when == "staged":
-        target.cache.arrived(req)
-    elif when == "promised":
-        assert target.match(req) == 192
-    if when != "running":
-        target.serving.withdraw(digest, "retired")
-    running = target.admit(req)
-    if when == "running":
-        assert running.meta["mapped"] == 192
-        target.serving.withdraw(digest, "retired")
-    else:
-        assert (
-            running.meta["mapped"] == 0 and running.meta["reason"] == "withdrawn" and req.cache_salt is None
-        )
-        torch.testing.assert_close(target.row(running, 200), native_rows(LARGE, PROMPT, range(200)))
-    target.decode(running, 70)
-    target.finish(running)
-    after = target.run([*PROMPT, *range(80)], ask=ASK)  # its rows are never met again
-    assert after.meta["mapped"] == 0
-    target.empty()
-
-
-@pytest.mark.parametrize("how", ["settings", "removed from settings", "artifact"])
-def test_the_watch_notices(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    digest = MAPPER.manifest.digest
-    artifact = tmp_path / "mapper"
-    artifact.mkdir()
-    (artifact / "manifest.json").write_text("{}")
-    served = {"path": str(artifact), "digest": digest, "state": "ready"}
-    file = tmp_path / "serving.json"
-    content = {"exchange": str(world.root), "mappers": [served], "worth": "always"}
-    file.write_text(json.dumps(content))
-    monkeypatch.setenv("KVHUB_SERVING", str(file))
-    settings = world.target.serving.settings
-    world.target.serving.settings = settings.model_copy(update={"mappers": [ServedMapper(**served)]})
-    watch = world.target.cache.watch = Watch(world.target.serving)
-    watch.look()
-    assert world.target.run(PROMPT, ask=ASK).meta["mapped"] == 192
-    if how == "artifact":
-        (artifact / "manifest.json").unlink()
-    else:
-        served["state"] = "retired"
-        content["mappers"] = [served] if how == "settings" else []
-        replacement = tmp_path / "new.json"
-        replacement.write_text(json.dumps(content))
-        os.replace(replacement, file)  # noqa: PTH105
-    watch.look()
-    watch.look()
-    assert len(watch.found) == 1
-    assert world.target.run([*PROMPT, 4], ask=ASK).meta["mapped"] == 0
-    assert not world.target.serving.candidates
-    world.target.empty()
 
 
 def test_links_are_not_written_through(tmp_path: Path) -> None:
