@@ -20,7 +20,7 @@ from collections import Counter
 from typing import Any
 
 from benchmarks import machine, servers
-from benchmarks.servers import Server, hints
+from benchmarks.servers import Server, hints, report
 
 HICACHE = ["--enable-hierarchical-cache", "--hicache-ratio", "3", "--hicache-io-backend", "direct"]
 HICACHE += ["--hicache-mem-layout", "page_first_direct", "--max-total-tokens", "8192", "--page-size", "16"]
@@ -39,10 +39,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 FORGED = ("kvhub:", f"kvhub:{'0' * 32}:{'0' * 32}:0:", f"kvhub:{'0' * 32}:{'0' * 32}:1:a", "client:a")
 LENGTH = 200
-
-
-def report(answer: dict[str, Any]) -> dict[str, Any]:
-    return next(one for one in answer["meta_info"]["kvhub"] if one)
 
 
 class Matrix:

@@ -142,7 +142,7 @@ def ask(server: Server, prompt: list[int], tenant: str, *, reuse: bool = False) 
     extra = {"kv_hints": servers.hints()} if reuse else {}
     started = time.perf_counter()
     answer = server.generate(prompt, NEW_TOKENS, cache_salt=tenant, **extra)
-    report = answer["meta_info"].get("kvhub", [{}])[0]
+    report = servers.report(answer)
     kept = ("exact", "mapped", "prefilled", "reason", "detail", "waited_ms", "staged_ms")
     return {
         "ids": answer["output_ids"],

@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks import machine, servers
-from benchmarks.servers import Server
+from benchmarks.servers import Server, report
 from kvhub.exchange import BLOCK_TOKENS
 
 POLICIES = ("round_robin", "random", "cache_aware")
@@ -62,11 +62,6 @@ def served(worker: Server) -> int:
     with urllib.request.urlopen(f"{worker.url}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith("sglang:num_requests_total")))
-
-
-def report(answer: dict[str, Any]) -> dict[str, Any]:
-    """What kvhub says of an answer."""
-    return next((one for one in answer["meta_info"].get("kvhub", []) if one), {})
 
 
 class Run:

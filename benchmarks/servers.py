@@ -27,6 +27,11 @@ PATIENCE = 900.0
 OTHER = {"small": "large", "large": "small"}
 
 
+def report(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """What kvhub says of an answer; empty where it says nothing."""
+    return next((one for one in answer["meta_info"].get("kvhub") or [] if one), {})
+
+
 @contextlib.contextmanager
 def fitted_home(given: str | None) -> Iterator[str]:
     """A KVHUB_HOME with mappers between the shipped models, both ways; fitted here unless one is given."""

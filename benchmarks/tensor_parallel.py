@@ -41,7 +41,7 @@ def ask(server: Server, prompt: list[int], tenant: str, *, reuse: bool = False) 
     """Greedy answer, and kvhub's report on it."""
     hints = {"kv_hints": servers.hints()} if reuse else {}
     answer = server.generate(prompt, NEW_TOKENS, cache_salt=tenant, **hints)
-    report = answer["meta_info"].get("kvhub", [{}])[0]
+    report = servers.report(answer)
     return {
         "ids": answer["output_ids"],
         **{k: report.get(k) for k in ("exact", "mapped", "reason", "detail")},

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import machine, servers
-from benchmarks.servers import Server, hints
+from benchmarks.servers import Server, hints, report
 from kvhub.serving.exposition import scrape
 
 TOKENS = 2
@@ -40,9 +40,8 @@ def ask(server: Server, prompt: Sequence[int], *, reuse: bool, tokens: int = TOK
     """Milliseconds to the first streamed token and to the end, kvhub's report, and the answer."""
     fields = {"kv_hints": hints()} if reuse else {}
     found = server.stream(prompt, tokens, timeout=600, **fields)
-    report = next((one for one in found.last["meta_info"].get("kvhub") or [] if one), {})
     answer = found.last["output_ids"]
-    return {"ttft": found.first_ms, "total": found.total_ms, "report": report, "answer": answer}
+    return {"ttft": found.first_ms, "total": found.total_ms, "report": report(found.last), "answer": answer}
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -107,8 +107,7 @@ def hold(
         def one(number: int, server: Server = server, turn: int = turn, end: int = end) -> None:
             answer = server.generate(talks[number][:end], GREEDY)
             found.answers[number, turn] = answer["output_ids"]
-            report = next((one for one in answer["meta_info"].get("kvhub") or [] if one), {})
-            found.reports[number, turn] = report
+            found.reports[number, turn] = servers.report(answer)
             found.logs[number, turn] = distributions(server, talks[number], end)
 
         with ThreadPoolExecutor(CONCURRENT) as pool:

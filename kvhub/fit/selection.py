@@ -14,6 +14,7 @@ from torch import Tensor
 from kvhub.errors import BadInput
 from kvhub.fit.moments import Moments, PairMoments
 from kvhub.model.identity import Geometry
+from kvhub.strict_json import shown
 
 TOLERANCE = 1e-10
 """Directions of a source head whose variance is below this share of its largest count as constant."""
@@ -45,10 +46,11 @@ def select_layers(moments: PairMoments, source: Geometry, target: Geometry, k: i
 
 def demand_k(k: int, source: Geometry) -> None:
     """`BadInput` naming the largest k where `k` cannot be used."""
-    if not 1 <= k <= source.num_layers:
+    layers = source.num_layers
+    if not 1 <= k <= layers:
         raise BadInput(
-            f"--k {k} is outside 1..{source.num_layers} (the source has {source.num_layers} layers)",
-            f"use --k {source.num_layers} or less",
+            f"--k {shown(k, 20)} is outside 1..{layers} (the source has {layers} layers)",
+            f"use --k 1 to {layers}",
         )
 
 

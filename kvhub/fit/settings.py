@@ -11,6 +11,7 @@ from kvhub.fit.mlp import MlpSettings
 from kvhub.fit.ridge import PAPER, Regularization, Support
 from kvhub.fit.selection import demand_k
 from kvhub.model.identity import Geometry
+from kvhub.strict_json import shown
 
 GRID_K = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24)
 """What `--k auto` tries, and all source layers."""
@@ -156,7 +157,7 @@ def parse_regularization(text: str) -> Regularization | Literal["auto"]:
         value = -1.0
     if not 0 <= value < float("inf"):
         raise BadInput(
-            f"--lambda {text} is neither `paper`, `auto` nor a number of at least 0",
+            f"--lambda {shown(text, 32)} is neither `paper`, `auto` nor a number of at least 0",
             "1e-3 suits most pairs; auto chooses on held-out text",
         )
     return Regularization(value)
@@ -195,7 +196,7 @@ def parse_k(text: str) -> int | Literal["all", "auto"]:
         return int(text)
     except ValueError:
         raise BadInput(
-            f"--k {text} is neither a number, `all` nor `auto`", "8 suits most pairs; auto chooses"
+            f"--k {shown(text, 32)} is neither a number, `all` nor `auto`", "8 suits most pairs; auto chooses"
         ) from None
 
 
@@ -205,6 +206,7 @@ def parse_lengths(text: str) -> tuple[int, tuple[int, ...] | None]:
         lengths = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise BadInput(
-            f"--length {text} is not a number, nor several with commas", "--length 1024, or 256,1024"
+            f"--length {shown(text, 64)} is not a number, nor several with commas",
+            "--length 1024, or 256,1024",
         ) from None
     return max(lengths), lengths if len(lengths) > 1 else None

@@ -3,62 +3,81 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from kvhub.errors import Corrupt
-from kvhub.model.config import ARCHITECTURES
+from kvhub.errors import Corrupt, Incompatible
+from kvhub.model.built import layer_parts
 from kvhub.model.headers import TensorHeader
+from kvhub.strict_json import shown
 
 _LAYER = re.compile(r"^((?:model\.)?layers\.)(\d+)\.(.+)$")
-_PART = re.compile(
-    r"(?:self_attn\.(?:q|k|v|o|qkv)_proj|self_attn\.[qk]_norm|mlp\.\w+_proj|\w+_layernorm)\.(?:weight|bias)"
-)
+_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+_COMPUTED = {"F64", "F32", "F16", "BF16"}
+"""What transformers reads as plain weights."""
 
 
 def demand_complete(config: Any, tensors: Mapping[str, TensorHeader], where: str) -> None:
-    """Refuse weights whose layers do not all have the same parts, or that lack what every model has.
+    """Refuse weights that are not those of the model that transformers builds from `config`.
 
     config: transformers'. Another *number* of layers than the config's is no damage but a disagreement,
-    which `geometry` refuses. What an architecture has besides is found when it is loaded.
-    Errors: `Corrupt` naming the first weight that is absent.
+    which `geometry` refuses. Errors: `Corrupt` naming the first weight that is absent; `Incompatible` with
+    code `geometry` (norms of queries or keys that the model would not use, embeddings of another vocabulary)
+    or `quantized_weights` (a dtype that is no float of 16 bits or more).
     """
     parts: dict[int, set[str]] = {}
     prefix = "model.layers."
     for name in tensors:
         if match := _LAYER.match(name):
-            prefix, number = match[1], int(match[2])
-            found = parts.setdefault(number, set())
-            if _PART.fullmatch(match[3]):
-                found.add(match[3])
+            prefix = match[1]
+            parts.setdefault(int(match[2]), set()).add(match[3])
     if not parts:
         return  # named otherwise
     if sorted(parts) == list(range(len(parts))) and len(parts) != config.num_hidden_layers:
         return
-    experts = any(".experts." in name for name in tensors)
-    needed = {*_attention(config.model_type), *(part for found in parts.values() for part in found)}
-    if experts:  # some layers of such a model may have none
+    needed = layer_parts(config, where)
+    if any(".experts." in name for name in tensors):
+        # They lie in files otherwise than in memory, and some layers of such a model may have none.
         needed = {part for part in needed if not part.startswith("mlp.")}
     for number in range(config.num_hidden_layers):
-        if absent := needed - parts.get(number, set()):
+        found = parts.get(number, set())
+        if absent := needed - found:
             raise _absent(where, f"{prefix}{number}.{min(absent)}")
-    head, root = "lm_head.weight", prefix.removesuffix("layers.")
-    embedding = f"{root}embed_tokens.weight"
+        if unused := (found & set(_NORMS)) - needed:
+            raise Incompatible(
+                f"{where}: the weights have {prefix}{number}.{min(unused)},"
+                f" which a {config.model_type} has not",
+                "correct model_type in config.json, or fetch the model again",
+                code="geometry",
+            )
+    ends = _demand_ends(config, tensors, prefix.removesuffix("layers."), where)
+    layers = (f"{prefix}{number}.{part}" for number in range(config.num_hidden_layers) for part in needed)
+    for name in (*ends, *layers):
+        if (dtype := tensors[name].dtype) not in _COMPUTED:
+            raise Incompatible(
+                f"{where}: {name} is {shown(dtype, 16)}: quantised weights are not supported",
+                code="quantized_weights",
+            )
+
+
+def _demand_ends(config: Any, tensors: Mapping[str, TensorHeader], root: str, where: str) -> list[str]:
+    """What is before and behind the layers; its names in `tensors`."""
+    embedding, head, norm = f"{root}embed_tokens.weight", "lm_head.weight", f"{root}norm.weight"
     tied = bool(getattr(config, "tie_word_embeddings", False))
     if embedding not in tensors and not (tied and head in tensors):
         raise _absent(where, embedding)
-    for name in (f"{root}norm.weight", *([] if tied else [head])):
+    for name in (norm, *([] if tied else [head])):
         if name not in tensors:
             raise _absent(where, name)
-
-
-def _attention(model_type: str) -> Iterable[str]:
-    architecture = ARCHITECTURES[model_type]
-    projections = ("qkv", "o") if architecture.fused else ("q", "k", "v", "o")
-    yield from (f"self_attn.{name}_proj.weight" for name in projections)
-    if architecture.k_norm:
-        yield "self_attn.k_norm.weight"
-    yield "input_layernorm.weight"
+    found = [name for name in (embedding, head) if name in tensors]
+    expected = (config.vocab_size, config.hidden_size)
+    for name in found:
+        if tensors[name].shape != expected:
+            raise Incompatible(
+                f"{where}: {name} is {list(tensors[name].shape)}, config.json says {list(expected)}",
+                code="geometry",
+            )
+    return [*found, norm]
 
 
 def _absent(where: str, name: str) -> Corrupt:

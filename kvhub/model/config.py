@@ -21,10 +21,6 @@ class Architecture(NamedTuple):
     pairing: Literal["half", "interleaved"] = "half"
     partial: bool = False
     """Whether RoPE may turn only the first part of a head."""
-    fused: bool = False
-    """Whether one weight holds the projections of queries, keys and values."""
-    k_norm: bool = False
-    """Whether every layer has a norm of keys."""
 
 
 ARCHITECTURES = {
@@ -33,10 +29,10 @@ ARCHITECTURES = {
     "glm4": Architecture("Glm4ForCausalLM", "interleaved", partial=True),
     "llama": Architecture("LlamaForCausalLM"),
     "mistral": Architecture("MistralForCausalLM"),
-    "phi3": Architecture("Phi3ForCausalLM", partial=True, fused=True),
+    "phi3": Architecture("Phi3ForCausalLM", partial=True),
     "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen3": Architecture("Qwen3ForCausalLM", k_norm=True),
-    "qwen3_moe": Architecture("Qwen3MoeForCausalLM", k_norm=True),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3_moe": Architecture("Qwen3MoeForCausalLM"),
 }
 """By `model_type`. Decoders with one dense KV row per token, layer and head, and one RoPE for all layers.
 

@@ -53,7 +53,7 @@ def identify(
 
 
 def describe(path: Path, tensors: Mapping[str, TensorHeader] | None = None) -> tuple[str, Geometry, RopeSpec]:
-    """Architecture, geometry and RoPE by config and headers: what can be refused in milliseconds.
+    """Architecture, geometry and RoPE by config and headers: what can be refused before weights are read.
 
     tensors: the headers of the weights, where they are not read from files in `path`.
     """

@@ -24,9 +24,11 @@ from kvhub.fit import study
 from kvhub.fit.calibration import CalibrationSet, calibration_set, load_corpora
 from kvhub.fit.ridge import PAPER
 from kvhub.fit.run import fit_pair
+from kvhub.fit.selection import demand_k
 from kvhub.fit.settings import GRID_LAMBDA, FitSettings, parse_k
 from kvhub.fit.study import choose, smallest
 from kvhub.mapper import Mapper
+from kvhub.model.identity import Geometry
 from kvhub.model.load import LoadedModel, load_model
 
 LENGTH = 64
@@ -198,3 +200,13 @@ def test_too_little_text_to_choose_on_is_refused(tmp_path: Path) -> None:
         calibration_set(corpora, tokenizer, sequences=4, length=400, tuning=True)
     with pytest.raises(BadInput, match="--k some is neither"):
         parse_k("some")
+
+
+def test_a_k_of_thousands_of_digits_is_not_repeated() -> None:
+    shape = Geometry(
+        num_layers=3, num_attention_heads=4, num_kv_heads=2, head_dim=16, hidden_size=48, k_norm=True
+    )
+    for refuse in (lambda: parse_k("9" * 5000), lambda: demand_k(int("9" * 4000), shape)):
+        with pytest.raises(BadInput) as caught:
+            refuse()
+        assert len(caught.value.message) < 100

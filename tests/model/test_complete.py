@@ -1,17 +1,20 @@
-"""A weight that is absent is a damaged file, whichever it is, for every command that reads the model."""
+"""A weight that is absent is a damaged file, whichever it is, for every command that reads the model; weights
+and a config that contradict each other are refused before anything is loaded."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.prose import write_text
 from support.ropes import make_rope
 from support.tiny import make_tiny
 
 from kvhub.cli import run
-from kvhub.errors import Corrupt, Incompatible
+from kvhub.errors import Corrupt, Incompatible, KvhubError
 from kvhub.model.identify import describe
 
 UNTIED = {"tie_word_embeddings": False}
@@ -93,3 +96,44 @@ def test_another_number_of_layers_is_a_disagreement(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["qwen3_moe", "cohere interleaved", "glm4 partial interleaved", "phi3"])
 def test_what_is_whole_is_taken(tmp_path: Path, kind: str) -> None:
     describe(make_rope(tmp_path / "m", kind))
+
+
+def contradicted(path: Path, **config: object) -> Path:
+    """The model of `make_tiny` with another config."""
+    make_tiny(path)
+    said = path / "config.json"
+    said.write_text(json.dumps(json.loads(said.read_text()) | config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+            r"the weights have no model\.layers\.0\.self_attn\.k_proj\.bias",
+        ),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+            r"have model\.layers\.0\.self_attn\.k_norm\.weight, which a llama has not",
+        ),
+        ({"attention_bias": True}, r"no model\.layers\.0\.self_attn\.k_proj\.bias"),
+        ({"vocab_size": 4096}, r"model\.embed_tokens\.weight is \[\d+, \d+\], config\.json says \[4096,"),
+    ],
+)
+def test_a_config_that_the_weights_contradict(
+    tmp_path: Path, config: dict[str, object], message: str
+) -> None:
+    with pytest.raises(KvhubError, match=message):
+        describe(contradicted(tmp_path / "m", **config))
+
+
+def test_weights_of_eight_bits(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path / "m")
+    file = path / "model.safetensors"
+    name = "model.layers.1.self_attn.v_proj.weight"
+    tensors = load_file(file)
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, file, metadata={"format": "pt"})
+    with pytest.raises(Incompatible, match=r"v_proj\.weight is F8_E4M3: quantised weights") as caught:
+        describe(path)
+    assert caught.value.code == "quantized_weights"

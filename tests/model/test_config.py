@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -137,4 +138,11 @@ def test_infinity_keeps_no_kind_from_being_named(tmp_path):
     assert caught.value.code == "hybrid"
     (tmp_path / "config.json").write_text(json.dumps(QWEN | {"other": float("inf")}))
     with pytest.raises(Corrupt, match="it holds Infinity"):
+        read_config(tmp_path)
+
+
+def test_a_number_of_too_many_digits_is_named(tmp_path: Path) -> None:
+    text = json.dumps(QWEN)[:-1] + ', "vocab_size": ' + "9" * 5000 + "}"
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(Corrupt, match="a number has too many digits"):
         read_config(tmp_path)
