@@ -85,6 +85,8 @@ one where the target has no k_norm."""
 MORE = (
     Recipe("every-token-all", k="all", stride=1),
     Recipe("every-token-paper-all", k="all", stride=1, regularization=PAPER),
+    Recipe("first-row-x64-all", k="all", first_weight=64),
+    Recipe("first-row-x64-paper-all", k="all", first_weight=64, regularization=PAPER),
     Recipe("ridge-k12-1e-4", k=12, regularization=Regularization(1e-4)),
     Recipe("first-4-exact-all", k="all", exact_prefix=4),
     Recipe("first-64-exact-all", k="all", exact_prefix=64),
