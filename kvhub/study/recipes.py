@@ -89,6 +89,7 @@ MORE = (
     Recipe("first-row-x64-paper-all", k="all", first_weight=64, regularization=PAPER),
     Recipe("ridge-k12-1e-4", k=12, regularization=Regularization(1e-4)),
     Recipe("first-4-exact-all", k="all", exact_prefix=4),
+    Recipe("first-4-exact-paper-all", k="all", exact_prefix=4, regularization=PAPER),
     Recipe("first-64-exact-all", k="all", exact_prefix=64),
 )
 """Compared only where they are asked for by name: with more layers than the comparison's, they cost more."""
