@@ -96,14 +96,16 @@ class Matrix:
                 self.seen[f"owner found {kind} rows, {tier}"] += 1
 
     def ask(self, owner: dict[str, str], strangers: list[dict[str, str]], way: str, tier: str) -> None:
-        """Everybody but the owner, in one way, at both servers: half first at one, half at the other."""
+        """Everybody but the owner, in one way at one server, then silently at the other."""
+        shift = TENANTS.index(owner)
         texts = [(stranger, self.text()) for stranger in strangers]
         for _, text in texts:
             self.fill(owner, text, tier)
         self.move(tier)
         self.owner(owner, texts[-1][1], tier)
         for number, (stranger, text) in enumerate(texts):
-            first, second = ("small", "large") if number % 2 else ("large", "small")
+            # over the owners each of them asks in this way at both
+            first, second = ("small", "large") if (number + shift) % 2 else ("large", "small")
             self.probe(stranger, text, first, way, tier)
             # what the first has just published is this stranger's own now, so this one may not map
             self.probe(stranger, text, second, "silent", tier)

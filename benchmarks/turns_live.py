@@ -63,6 +63,8 @@ class Turns:
     """`[4, vocabulary]` log-probabilities after the message, teacher-forced."""
     answers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     reports: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    healed: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By server: how often healing came to which end."""
 
 
 def halves() -> tuple[str, str]:
@@ -138,9 +140,12 @@ def distributions(server: Server, ids: list[int], end: int) -> np.ndarray:
     return table
 
 
+def _ends(server: Server) -> dict[str, float]:
+    return scrape(server.url).by("kvhub_healed_total", "result")
+
+
 def _healed(server: Server) -> float:
-    counted = scrape(server.url).by("kvhub_healed_total", "result")
-    return sum(counted.get(name, 0.0) for name in HEALED)
+    return sum(_ends(server).get(name, 0.0) for name in HEALED)
 
 
 def _idle(server: Server, wanted: float) -> None:
@@ -185,6 +190,8 @@ def run(policy: dict[str, Any] | None, home: str, talks: list[list[int]], turns:
             for server in pair:
                 server.flush()  # healing evicts nothing, so it needs room
             print(f"  {first + len(some)} conversations, {time.monotonic() - started:.0f} s", flush=True)
+        if policy and policy.get("heal"):
+            found.healed = {name: _ends(server) for name, server in zip(NAMES, pair, strict=True)}
     return found
 
 
@@ -252,6 +259,7 @@ def main() -> None:
             ours = run(POLICIES[name], home, talks, arguments.turns, arguments.batch)
             row = compare(stock, ours, *sizes)
             mappers = {target: made["digest"][:12] for target, made in servers.mappers(home).items()}
+            row |= {"healed": ours.healed} if ours.healed else {}
             result["policies"][name] = {"mappers": mappers, "machine": machine.describe(), **row}
             path = machine.write(arguments.name, result)
             print({key: row[key] for key in ("switched_turns", "last_turn", "mapped_tokens")}, flush=True)

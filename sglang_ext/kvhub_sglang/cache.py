@@ -10,6 +10,7 @@ handed over or freed here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -35,7 +36,7 @@ from kvhub_sglang.publish import publish
 from kvhub_sglang.queueing import PLAN, QueueingCache, limit_of
 from kvhub_sglang.ranks import RanksFailed
 from kvhub_sglang.refusal import Code
-from kvhub_sglang.report import META_KEY, logger
+from kvhub_sglang.report import META_KEY, Metrics, logger
 from kvhub_sglang.serving import Serving
 from kvhub_sglang.watch import Watch
 
@@ -52,6 +53,7 @@ class KvhubRadixCache(QueueingCache):
         self.rows = RowLineages(0)
         self.off_because = "not started"
         self._salts: Salts | None = None  # outlives a switch-off: lossy rows stay in the tree
+        self._metrics: Metrics | None = None  # and so does this: requests go on asking
         self._load_is_private = False
         self._staged: dict[Any, Plan] = {}
         self._in_work: WeakSet[Any] = WeakSet()
@@ -65,7 +67,7 @@ class KvhubRadixCache(QueueingCache):
         """Start handing off; until then this is SGLang's own cache."""
         self.pool = Pool(self.token_to_kv_pool_allocator.get_kvcache())
         self.rows = RowLineages(self.pool.size)
-        self._salts = serving.salts
+        self._salts, self._metrics = serving.salts, serving.metrics
         if serving.internal is not None:
             self.background = Background(
                 serving, serving.internal, self._exact_match, self._room, self._left_gate.append
@@ -167,9 +169,9 @@ class KvhubRadixCache(QueueingCache):
 
     def _late(self, req: Any) -> Plan | None:
         """The report of a request that went by without a plan, before its first token is sent."""
-        if self.serving is None or self._internal(req.rid) is not None:
+        if self._internal(req.rid) is not None:
             return None
-        plan = handoff.late_plan(self.serving, req)
+        plan = handoff.late_plan(self.serving, req, self.off_because)
         if plan is not None:
             self._attach(req, plan)
         return plan
@@ -343,10 +345,7 @@ class KvhubRadixCache(QueueingCache):
         if unsupported(req) is None and req.kv.req_pool_idx is not None:
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
             alone = len(self._in_work) == 1  # whoever else is in work would wait with this answer
-
-            def leave() -> None:
-                publish(serving, pool, self.rows, req, plan, up_to, row, wait=alone)
-
+            leave = partial(publish, serving, pool, self.rows, req, plan, up_to, row, wait=alone)
             self._guarded("publish", leave, None)
 
     def _note(self, req: Any, plan: Plan, up_to: int) -> None:
@@ -368,9 +367,9 @@ class KvhubRadixCache(QueueingCache):
         plan: Plan | None = getattr(req, PLAN, None)
         if plan is None:
             return
-        if self.serving is not None and req.finished():
-            handoff.finish(self.serving, req.rid, plan)
-            if plan.lossy and plan.report.mapped and self.background is not None:
+        if req.finished() and self._metrics is not None:
+            handoff.finish(self._metrics, req.rid, plan)
+            if plan.lossy and plan.report.mapped and self.serving is not None and self.background is not None:
                 self.background.finished(req, plan)
         self._unstage(req, plan)
         if plan.slots is not None:

@@ -52,9 +52,12 @@ class Choice:
 
 def silent(req: Any, settings: ServingSettings) -> bool:
     """Whether nobody said anything of reuse, so that `choose` would say `NOT_ASKED`; in microseconds."""
-    if settings.reuse in ("always", "off"):
-        return False
-    return not _actions(req) and _said(req) is None
+    return settings.reuse not in ("always", "off") and not spoken(req)
+
+
+def spoken(req: Any) -> bool:
+    """Whether a hint or the client says anything of reuse, whatever it is."""
+    return bool(_actions(req)) or _said(req) is not None
 
 
 def choose(req: Any, settings: ServingSettings) -> Choice:

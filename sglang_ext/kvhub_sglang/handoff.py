@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvhub.exchange import BLOCK_TOKENS, EXACT
-from kvhub_sglang.choice import silent
+from kvhub_sglang.choice import silent, spoken
 from kvhub_sglang.decide import Match, NeedsPrefix, Question, ask, compose, unsupported
 from kvhub_sglang.internal import Internal
 from kvhub_sglang.lineage import RowLineages
@@ -17,7 +17,7 @@ from kvhub_sglang.lookup import look_up, read
 from kvhub_sglang.place import Pool, place, staged_runs
 from kvhub_sglang.plan import Plan
 from kvhub_sglang.refusal import Code, Refusal
-from kvhub_sglang.report import Report, log_report
+from kvhub_sglang.report import Metrics, Report, log_report
 from kvhub_sglang.serving import Serving
 from kvhub_sglang.stage import Found
 from kvhub_sglang.together import begin, on_all, outcome
@@ -67,18 +67,24 @@ def new_plan(serving: Serving, req: Any, limit: int, match: Match) -> Plan:
     return plan
 
 
-def late_plan(serving: Serving, req: Any) -> Plan | None:
-    """For a request that was `silent`, once its prompt or a part of it is computed: a refusal, to report.
+def late_plan(serving: Serving | None, req: Any, off_because: str) -> Plan | None:
+    """The report of a request without a plan, once its prompt or a part of it is computed.
 
-    Until then nothing is done for it. None for those that are not silent.
+    For one that was `silent`: until then nothing is done for it. Where kvhub is off (serving is None), for
+    one that was not: off_because is what it is told. None for all others.
     """
-    if not silent(req, serving.settings) or serving.salts.is_reserved(req.cache_salt):
+    if serving is None:
+        if not spoken(req):
+            return None
+    elif not silent(req, serving.settings) or serving.salts.is_reserved(req.cache_salt):
         return None
     salt = req.cache_salt
     plan = Plan(salt, salt, (salt or "", req.extra_key or ""), Report(len(req.origin_input_ids)), dead=True)
     plan.base = req.cached_tokens
     plan.report.count(exact=plan.base, reused=plan.base)
-    if req.host_loaded_length:
+    if serving is None:
+        plan.report.reason, plan.report.detail = Code.DISABLED, off_because
+    elif req.host_loaded_length:
         plan.report.reason, plan.report.detail = Code.HICACHE, _HICACHE
     return plan
 
@@ -298,9 +304,9 @@ def account(serving: Serving, rows: RowLineages, plan: Plan, *, host: int = 0) -
         report.reason = Code.MAPPED if report.mapped else Code.EXACT
 
 
-def finish(serving: Serving, rid: str, plan: Plan) -> None:
+def finish(metrics: Metrics, rid: str, plan: Plan) -> None:
     """Log and count a request once, at its release."""
     if plan.report.reason is Code.NOT_ASKED:
         return
     log_report(rid, plan.report)
-    serving.metrics.request(plan.report)
+    metrics.request(plan.report)

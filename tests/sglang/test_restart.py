@@ -100,8 +100,12 @@ def hooked() -> Iterator[None]:
 
 @pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize("update", [target.rpartition(".")[2] for target in hooks.WEIGHT_UPDATES])
-def test_weights_that_are_updated_switch_kvhub_off(root: Path, hooked: None, side: str, update: str) -> None:
+def test_weights_that_are_updated_switch_kvhub_off(
+    root: Path, hooked: None, side: str, update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, target = Engine(SMALL, root), Engine(LARGE, root, (UP,))
+    counted: list[str] = []
+    monkeypatch.setattr(target.serving.metrics, "request", lambda report: counted.append(str(report.reason)))
     source.run(PROMPT, 4)
     running = target.admit(target.request(PROMPT, ask=ASK))
     assert running.meta["mapped"] == 192
@@ -117,6 +121,12 @@ def test_weights_that_are_updated_switch_kvhub_off(root: Path, hooked: None, sid
     changed.run([5, *PROMPT], 70)
     assert len(list(root.rglob("*.kv"))) == blocks  # nothing is published under the old identity
     after = target.run([5, *PROMPT], ask=ASK)
-    assert after.meta["mapped"] == 0 if side == "source" else "kvhub" not in (after.req.customized_info or {})
+    if side == "source":
+        assert after.meta["mapped"] == 0
+    else:  # who asks is told, and nobody else
+        assert (after.meta["reason"], after.meta["mapped"]) == ("disabled", 0)
+        assert "weights were updated" in after.meta["detail"] and counted[-1] == "disabled"
+        silent = target.run([6, *PROMPT])
+        assert "kvhub" not in (silent.req.customized_info or {})
     source.empty()
     target.empty()
