@@ -137,6 +137,7 @@ def about(pair: StudyPair, given: argparse.Namespace) -> dict[str, object]:
     settings = pair.settings
     return {
         "machine": describe(),
+        "dtype": pair.source.identity.dtype,
         "source": {"name": pair.source.identity.name, "digest": pair.source.identity.digest},
         "target": {"name": pair.target.identity.name, "digest": pair.target.identity.digest},
         "texts": [

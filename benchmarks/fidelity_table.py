@@ -7,6 +7,7 @@ Everything between `<!-- tables -->` and `<!-- end -->` is replaced; a number th
 
 from __future__ import annotations
 
+import argparse
 import csv
 from pathlib import Path
 
@@ -104,4 +105,5 @@ def _order(pair: str) -> tuple[bool, bool, str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     main()

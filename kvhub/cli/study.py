@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -28,7 +30,10 @@ STUDIES = ("k", "lambda", "rope", "sequences", "domain", "direction", "compositi
     "--captures", type=click.Path(path_type=Path), required=True, metavar="DIR",
     help="Caches and recordings are kept here and reused, also by kvhub fit --captures.",
 )  # fmt: skip
-@click.option("--k", default="8", show_default=True, metavar="N|all", help="Where k is not what varies.")
+@click.option(
+    "--k", default=None, metavar="N|all", show_default="8, or all layers where fewer",
+    help="Where k is not what varies.",
+)  # fmt: skip
 @click.option(
     "--lambda", "regularization", default="1e-3", show_default=True, metavar="R|paper",
     help="Where lambda is not what varies.",
@@ -54,7 +59,7 @@ def command(
     texts: tuple[Path, ...],
     others: tuple[Path, ...],
     captures: Path,
-    k: str,
+    k: str | None,
     regularization: str,
     sequences: int,
     length: int,
@@ -73,6 +78,8 @@ def command(
     import torch
     from transformers.utils import logging
 
+    from kvhub.check import DEFAULT_K
+    from kvhub.files import check_output, write_output
     from kvhub.fit.settings import FitSettings, parse_k, parse_regularization
     from kvhub.model.load import load_model
     from kvhub.model.pair import check_pair
@@ -82,7 +89,7 @@ def command(
     from kvhub.study.studies import STUDIES
 
     settings = FitSettings(
-        k=parse_k(k),
+        k=DEFAULT_K if k is None else parse_k(k),
         regularization=parse_regularization(regularization),
         sequences=sequences,
         length=length,
@@ -90,11 +97,16 @@ def command(
     )
     if settings.automatic:
         raise BadInput("a study varies one thing: give --k and --lambda as numbers")
+    if output is not None:
+        check_output(output)
     logging.disable_progress_bar()
     chosen = None if dtype == "auto" else getattr(torch, dtype)
     one, two = (load_model(resolve(ref), chosen) for ref in (source, target))
     check_pair(one.identity, two.identity)
-    settings.grid(one.identity.geometry)
+    shapes = one.identity.geometry, two.identity.geometry
+    if k is None:
+        settings = replace(settings, k=min(DEFAULT_K, *(shape.num_layers for shape in shapes)))
+    settings.grid(shapes[0])
     text = StudyText.cut(
         texts, one.tokenizer, settings, windows=windows, prefix=prefix, tail=tail, others=others
     )
@@ -106,9 +118,16 @@ def command(
             f"{row.variant} {row.domain}: excess NLL {row.excess_nll:.3f} [{row.low:.3f}, {row.high:.3f}]",
             err=True,
         )
+    if not rows:
+        raise BadInput(
+            "no variant could be fitted: there are fewer rows than a regression has inputs",
+            "more --sequences or --text, a smaller --stride or --k",
+        )
     write_csv(rows, sys.stdout)
     if output is not None:
-        write_csv(rows, output)
+        whole = io.StringIO()
+        write_csv(rows, whole)
+        write_output(output, whole.getvalue().encode())
 
 
 def _tell(stage: str, done: int, total: int) -> None:

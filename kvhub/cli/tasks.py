@@ -76,7 +76,8 @@ def command(
 ) -> None:
     """Answer tasks on MAPPER's mapped cache, and beside it on the target's own.
 
-    Writes assets/tasks.json beside the manifest. Needs kvhub[tasks].
+    Writes assets/tasks.json beside the manifest; one that is there is kept as tasks-1.json, and so on.
+    Needs kvhub[tasks].
     """
     _demand_harness()
     import torch
@@ -116,16 +117,20 @@ def command(
             told[0] = time.monotonic()
             output.note(f"{arm}: {done} done")
 
+    if chat and not here.tokenizer.chat_template:
+        raise BadInput("the pair has no chat template", "leave --chat out")
     scores = run_tasks(tasks, caches, settings, progress=progress) if tasks else []
     table = (
         run_conversations(talks, caches, chosen, turns=turns, seed=seed, progress=progress) if talks else []
     )
-    found = record.describe(manifest, tasks, settings, scores, table)
+    found = record.describe(manifest, tasks, settings, scores, table, exact_prefix=caches.exact_prefix)
     if form == "json":
         click.echo(record.to_bytes(found).decode(), nl=False)
     else:
         _print(scores, table)
-    record.write_record(directory, found)
+    before = record.write_record(directory, found)
+    if before is not None:
+        output.note(f"the record that was there is {before} now")
     if place is not None:
         write_output(place, record.to_bytes(found))
 

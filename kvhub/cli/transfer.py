@@ -8,6 +8,7 @@ import click
 
 from kvhub.cli import output
 from kvhub.cli.output import Column
+from kvhub.errors import BadInput
 
 
 @click.command()
@@ -58,6 +59,11 @@ def command(
     cut = torch.cat(list(domains.values()))
     if len(cut) < 3:
         raise click.UsageError("the text gives fewer than 3 windows; give more text or a shorter --prefix")
+    if len(torch.unique(cut, dim=0)) < len(cut):
+        raise BadInput(
+            "the same text is there twice: candidates would be judged on what they were fitted on",
+            "give every text once",
+        )
     device = known_device(device)
     here, there = (load_model(path, getattr(torch, dtype), device=device) for path in paths)
     check_pair(here.identity, there.identity)

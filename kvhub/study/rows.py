@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TextIO
 
 from kvhub.evaluation.evidence import ALL
@@ -76,12 +75,8 @@ def shown(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def write_csv(rows: Iterable[Row], out: TextIO | Path) -> None:
+def write_csv(rows: Iterable[Row], out: TextIO) -> None:
     """A header and one line a row."""
-    if isinstance(out, Path):
-        with out.open("w", newline="", encoding="utf-8") as file:
-            write_csv(rows, file)
-        return
     table = csv.writer(out, lineterminator="\n")
     table.writerow(COLUMNS)
     for row in rows:

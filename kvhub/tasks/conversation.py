@@ -65,12 +65,15 @@ def read_conversations(path: Path, *, limit: int | None = None) -> list[Conversa
     try:
         whole = json.loads(text) if path.suffix == ".json" else None
         items = whole["data"] if whole is not None else [json.loads(x) for x in text.split("\n") if x.strip()]
-        return [_conversation(item) for item in items][:limit]
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        found = [_conversation(item) for item in items][:limit]
+    except (AttributeError, ValueError, KeyError, TypeError, IndexError, RecursionError):
         raise BadInput(
             f"{path} holds no conversations as CoQA writes them",
             'give objects with "story", "questions" and "answers", lists of {"input_text": ...}',
         ) from None
+    if not found:
+        raise BadInput(f"{path} holds no conversations", "give a file that has some")
+    return found
 
 
 def _conversation(item: Any) -> Conversation:

@@ -52,6 +52,9 @@ def read_text(path: Path) -> str:
 def _item(line: str, where: str) -> dict[str, Any]:
     try:
         item = json.loads(line)
+        json.dumps(item, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # JSON may escape half a surrogate pair, which no tokenizer takes
+        raise BadInput(f"{where} is not text: it holds half a character", "write it as UTF-8") from None
     except (ValueError, RecursionError):
         raise BadInput(f"{where} is not JSON", "one JSON object a line") from None
     hint = 'give "question" with "options" and "gold", or with "answer"'

@@ -1,7 +1,8 @@
 """From answers, item by item, to retention and its relatives, with paired intervals.
 
     retention         mapped / native, of accuracies (arXiv 2608.03893, section 4)
-    floor-normalised  (mapped - chance) / (native - chance), undefined where native is not above chance
+    floor-normalised  (mapped - chance) / (native - chance), undefined where native is not above chance,
+                      its interval included
     gap recovered     (mapped - source) / (native - source)
     loss              native - mapped
 
@@ -19,6 +20,8 @@ import numpy as np
 from kvhub.errors import BadInput
 from kvhub.evaluation.bootstrap import Array, Bootstrap, Estimate, ratio
 from kvhub.evaluation.evidence import Arm
+
+UNDEFINED = Estimate(np.nan, np.nan, np.nan)
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def task_scores(
         chance=chance,
         accuracy={arm: draw.mean(values) for arm, values in answers.items()},
         retention=share(0.0),
-        floor_normalised=share(float(chance)),
+        floor_normalised=share(float(chance)) if draw.mean(native).low > chance else UNDEFINED,
         loss=draw.estimate(lambda w: mean(w, native) - mean(w, mapped)),
         gap_recovered=gap,
     )

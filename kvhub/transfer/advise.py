@@ -71,6 +71,11 @@ def advise(probe: Probe, heads: int) -> Advice:
             f"k = {best.k} {best.support} keeps {share:.0%}, hardly more than the cheaper k = {chosen.k}"
             f" {chosen.support}; more text may widen the gap: let `--k auto` decide"
         )
+    if chosen.support == "head-local":
+        notes.append(
+            "so few rows favour small candidates, and head-local ones are the smallest: compare with"
+            " `--support full` before you keep it"
+        )
     if best.first_error > FIRST:
         notes.append(
             f"the keys of the first positions err {best.first_error:.1f} times as much as the others:"
@@ -78,12 +83,12 @@ def advise(probe: Probe, heads: int) -> Advice:
         )
     if best.key_share > KEYS:
         notes.append(
-            f"keys alone make {best.key_share:.0%} of the attention-output error: try a recipe that weighs"
-            " key errors by attention"
+            f"keys alone make {best.key_share:.0%} of the attention-output error: keep to the default recipe,"
+            " which works on keys (its k_norm or stretch, its first row, its gradient steps)"
         )
     elif best.key_share < 1 - KEYS:
         notes.append(
-            f"values make {1 - best.key_share:.0%} of the attention-output error: try values fitted on what"
-            " attention pools"
+            f"values make {1 - best.key_share:.0%} of the attention-output error: of the default recipe its"
+            " stretch and its gradient steps work on values"
         )
     return Advice(verdict, share, chosen.k, chosen.support, notes, probe)

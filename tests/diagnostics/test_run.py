@@ -8,12 +8,17 @@ import torch
 from support.eval_pair import AffineMapper, RandomMapper, sampled_windows, tiny
 
 from kvhub.artifact.layout import BESIDE
+from kvhub.diagnostics.attention import attention_weights
 from kvhub.diagnostics.by_k import r2_by_k
+from kvhub.diagnostics.key_concentration import key_error_concentration
 from kvhub.diagnostics.maps import PairRows, r2_maps
 from kvhub.diagnostics.observe import observe
 from kvhub.diagnostics.record import NAME, read_diagnostics, write_diagnostics
 from kvhub.diagnostics.run import diagnose
+from kvhub.diagnostics.value_concentration import value_error_concentration
+from kvhub.diagnostics.window import diagnose_window
 from kvhub.errors import BadInput, Corrupt, Incompatible, NotFound
+from kvhub.evaluation.inject import KvRows
 from kvhub.evaluation.run import EvalSettings, evaluate
 
 TAIL = 9
@@ -169,3 +174,21 @@ def test_unusable_windows_are_refused(pair, domains):
         diagnose(AffineMapper(*pair), *pair, {}, tail=TAIL)
     with pytest.raises(Incompatible):
         diagnose(AffineMapper(*pair), pair[1], pair[1], domains, tail=TAIL)
+
+
+def test_each_formula_is_given_what_its_definition_names(pair, domains):
+    """Concentrations of cached keys by the target's queries, and of values by its *native* weights."""
+    seen = observe(*pair, domains["one"][0], TAIL)
+    drawn = torch.Generator().manual_seed(3)
+    noisy = [
+        tuple(row + torch.randn(row.shape, generator=drawn) for row in rows)
+        for rows in (seen.prefix.keys, seen.prefix.values)
+    ]
+    found = diagnose_window(seen, KvRows(*noisy))
+    for layer, (query, scaling) in enumerate(zip(seen.queries, seen.scaling, strict=True)):
+        key, value = seen.prefix.keys[layer], seen.prefix.values[layer]
+        expected = key_error_concentration(query, key, noisy[0][layer])
+        assert found.key_concentration[layer] == pytest.approx(expected.numpy(), rel=1e-6)
+        weights = attention_weights(query, key, scaling)
+        expected = value_error_concentration(weights, value, noisy[1][layer])
+        assert found.value_concentration[layer] == pytest.approx(expected.numpy(), rel=1e-6)

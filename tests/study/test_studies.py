@@ -88,3 +88,10 @@ def test_the_command_writes_csv(root: Path, capsys: pytest.CaptureFixture[str], 
     assert lines[0].startswith("pair,study,variant,domain,excess_nll") and len(lines) == 3
     assert (tmp_path / "out.csv").read_text().splitlines() == lines
     assert run([*arguments[:-2], "--dtype", "float32", "--k", "auto"]) == 2
+    at = arguments.index("--k")
+    without = [*arguments[:at], *arguments[at + 2 :]]
+    assert run(without) == 0  # all layers, of which these models have fewer than eight
+    assert run(["study", "k", *arguments[2:], "--stride", "64"]) == 2  # a row a window
+    assert "no variant could be fitted" in capsys.readouterr().err
+    assert run([*arguments, "--output", str(tmp_path / "new" / "out.csv")]) == 0
+    assert (tmp_path / "new" / "out.csv").read_text().splitlines() == lines

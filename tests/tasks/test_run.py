@@ -12,6 +12,7 @@ from kvhub.cli import run
 from kvhub.errors import BadInput, NotFound
 from kvhub.model.identify import identify
 from kvhub.tasks.caches import Caches
+from kvhub.tasks.conversation import read_conversations
 from kvhub.tasks.run import Task, TaskSettings, run_tasks
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +91,11 @@ def test_the_command_writes_what_it_prints(tmp_path, capfd, monkeypatch):
     out, err = capfd.readouterr()
     assert "arc  n 6, acc_norm, chance 0.250" in out
     assert "retention" in out
-    assert err == ""
+    # the record of the first run may have taken hours: it is kept
+    before = tmp_path / "m" / "assets" / "tasks-1.json"
+    assert err == f"the record that was there is {before} now\n"
+    assert json.loads(before.read_text()) == printed
+    assert printed["settings"]["exact_prefix"] == 0
 
 
 def test_nothing_to_do_and_another_model_are_refused(tmp_path, capsys):
@@ -98,6 +103,9 @@ def test_nothing_to_do_and_another_model_are_refused(tmp_path, capsys):
     write_artifact(tmp_path / "m", manifest, identity_tensors(manifest))
     assert run(["tasks", str(tmp_path / "m")]) == 2
     assert "there is no task" in capsys.readouterr().err
+    own = ["--source", str(SMALL), "--target", str(SMALL)]
+    assert run(["tasks", str(tmp_path / "m"), "--task", f"a={ARC}", "--chat", *own]) == 2
+    assert "the pair has no chat template" in capsys.readouterr().err
     wrong = ["--source", str(SMALL), "--target", str(LARGE)]
     assert run(["tasks", str(tmp_path / "m"), "--task", f"a={ARC}", *wrong]) == 7
     assert "is not the mapper's" in capsys.readouterr().err
@@ -114,3 +122,22 @@ def test_arms_and_places_are_checked_before_a_model_is_loaded(tmp_path, capsys):
         assert run([*tasks, "--output", str(tmp_path / output)]) == 2, output
     assert run([*tasks, "--arm", "native"]) == 2
     assert "native and mapped are needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("none.json", {"data": []}),
+        ("more.json", {"data": [TALK | {"additional_answers": [1]}]}),
+    ],
+)
+def test_conversations_that_are_none(tmp_path, name, content):
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(BadInput, match="holds no conversations"):
+        read_conversations(tmp_path / name)
+
+
+def test_half_a_character_is_named(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"question": "a \\ud800", "answer": "b"}\n')
+    with pytest.raises(BadInput, match="half a character"):
+        Task.parse(f"t={tmp_path / 't.jsonl'}")

@@ -33,6 +33,8 @@ def test_a_share_of_nothing_has_no_meaning():
     assert math.isnan(none.retention.value)
     guess = task_scores("guess", "acc", 0.9, {"native": NATIVE, "mapped": MAPPED})
     assert math.isnan(guess.floor_normalised.value)  # it was above 1 where mapped was further below chance
+    near = task_scores("near", "acc", 0.75, {"native": NATIVE, "mapped": MAPPED})
+    assert math.isnan(near.floor_normalised.value)  # 0.8 of 80 items is not above 0.75 beyond noise
     total = overall([none, guess])
     assert (total.worst_task, total.retention) == ("guess", guess.retention.value)
     assert math.isnan(total.floor_normalised)

@@ -139,5 +139,7 @@ def test_the_command(
     assert tried == [(k, support) for support in ("full", "head-local") for k in (1, 2, 3)]
     assert (record["k"], record["support"]) in tried
     assert f"try          kvhub fit ... --k {record['k']} --support {record['support']}" in out
+    assert run(["transfer", pair.source, pair.target, *text, *text[:2]]) == 2
+    assert "the same text is there twice" in capsys.readouterr().err
     assert run(["transfer", pair.source, str(tmp_path), *text]) != 0
     assert "Traceback" not in capsys.readouterr().err
