@@ -44,16 +44,17 @@ from kvhub_sglang.watch import Watch
 def create(ctx: Any) -> Any:
     """The cache for one scheduler process; ctx is SGLang's `TreeCacheBuildContext`."""
     cache = create_unified_radix_cache(ctx, cache_class=KvhubRadixCache)
+    ranks: Ranks | None = None
     try:
         ranks = open_ranks(ctx)  # on every rank, whatever is refused below
         serving = on_all(ranks, lambda: open_serving(ctx, ranks))
         join(serving)
     except (Refusal, KvhubError) as error:
-        cache.off_because = str(error)
+        stay_off(cache, ctx, ranks, str(error))
         logger.error("kvhub is off: %s", error)
         return cache
     except Exception as error:
-        cache.off_because = f"{type(error).__name__} at start"
+        stay_off(cache, ctx, ranks, f"{type(error).__name__} at start")
         logger.exception("kvhub is off: unexpected error at start")
         return cache
     cache.serve(serving)
@@ -91,6 +92,13 @@ def create(ctx: Any) -> Any:
     if serving.ranks.size > 1:
         logger.info("kvhub on %d ranks: no healing, no shadows, no computed prefixes", serving.ranks.size)
     return cache
+
+
+def stay_off(cache: KvhubRadixCache, ctx: Any, ranks: Ranks | None, reason: str) -> None:
+    """Off from the start: who asks is told the reason, and metrics have `kvhub_on` and the count."""
+    cache.metrics = Metrics(bool(ctx.params.enable_metrics) and (ranks is None or ranks.rank == 0))
+    cache.metrics.off()
+    cache.off_because = reason
 
 
 def open_serving(ctx: Any, ranks: Ranks) -> Serving:

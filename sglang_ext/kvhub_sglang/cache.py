@@ -53,7 +53,7 @@ class KvhubRadixCache(QueueingCache):
         self.rows = RowLineages(0)
         self.off_because = "not started"
         self._salts: Salts | None = None  # outlives a switch-off: lossy rows stay in the tree
-        self._metrics: Metrics | None = None  # and so does this: requests go on asking
+        self.metrics: Metrics | None = None  # and so does this: requests go on asking
         self._load_is_private = False
         self._staged: dict[Any, Plan] = {}
         self._in_work: WeakSet[Any] = WeakSet()
@@ -67,7 +67,7 @@ class KvhubRadixCache(QueueingCache):
         """Start handing off; until then this is SGLang's own cache."""
         self.pool = Pool(self.token_to_kv_pool_allocator.get_kvcache())
         self.rows = RowLineages(self.pool.size)
-        self._salts, self._metrics = serving.salts, serving.metrics
+        self._salts, self.metrics = serving.salts, serving.metrics
         if serving.internal is not None:
             self.background = Background(
                 serving, serving.internal, self._exact_match, self._room, self._left_gate.append
@@ -367,8 +367,8 @@ class KvhubRadixCache(QueueingCache):
         plan: Plan | None = getattr(req, PLAN, None)
         if plan is None:
             return
-        if req.finished() and self._metrics is not None:
-            handoff.finish(self._metrics, req.rid, plan)
+        if req.finished() and self.metrics is not None:
+            handoff.finish(self.metrics, req.rid, plan)
             if plan.lossy and plan.report.mapped and self.serving is not None and self.background is not None:
                 self.background.finished(req, plan)
         self._unstage(req, plan)

@@ -39,7 +39,7 @@ CATALOG: dict[str, Metric] = {
     "kvhub_info": Metric(
         "gauge", "1; labels say what is served", ("version", "model", "identity", "reuse", "max_hops")
     ),
-    "kvhub_on": Metric("gauge", "1 while kvhub works in this process, 0 after it switched itself off", ()),
+    "kvhub_on": Metric("gauge", "1 while kvhub works in this process, 0 where it is off", ()),
     "kvhub_mapper": Metric(
         "gauge", "1 while a mapper is in use, 0 after it was withdrawn", ("mapper", "source", "draft")
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from support.pools import LARGE, SMALL, Engine, Running, identity, mapped_rows, mapper_between, native_rows
 
 from kvhub_sglang import hooks
+from kvhub_sglang.backend import stay_off
+from kvhub_sglang.metrics import Metrics
 
 UP, DOWN = mapper_between(SMALL, LARGE), mapper_between(LARGE, SMALL)
 PROMPT = [(i * 37 + 11) % 997 for i in range(200)]
@@ -130,3 +133,18 @@ def test_weights_that_are_updated_switch_kvhub_off(
         assert "kvhub" not in (silent.req.customized_info or {})
     source.empty()
     target.empty()
+
+
+def test_a_server_that_is_off_from_the_start_says_why(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[str] = []
+    monkeypatch.setattr(Metrics, "request", lambda self, report: counted.append(str(report.reason)))
+    monkeypatch.setattr(Metrics, "off", lambda self: counted.append(f"off, enabled {self.enabled}"))
+    server = Engine(LARGE, root, (UP,))
+    server.cache.serving = None  # as if `open_serving` had refused
+    context = SimpleNamespace(params=SimpleNamespace(enable_metrics=True))
+    stay_off(server.cache, context, None, "the server has a reason")
+    asked = server.run(PROMPT, ask=ASK)
+    assert (asked.meta["reason"], asked.meta["detail"]) == ("disabled", "the server has a reason")
+    assert "kvhub" not in (server.run([6, *PROMPT]).req.customized_info or {})
+    assert counted == ["off, enabled True", "disabled"]
+    server.empty()
