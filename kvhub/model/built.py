@@ -1,4 +1,4 @@
-"""What transformers builds from a config: the names of one layer's weights, without any memory for them."""
+"""What transformers builds from a config: one layer's weights by name and shape, without memory for them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvhub.model.quiet import quietly
 from kvhub.strict_json import shown
 
 
-def layer_parts(config: Any, where: str) -> set[str]:
-    """The weights of the first layer, as `self_attn.k_proj.weight`. config: transformers'.
+def layer_parts(config: Any, where: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights of the first layer, as `self_attn.k_proj.weight`. config: transformers'.
 
     Errors: `BadInput` naming `where` if no model can be built from it.
     """
@@ -30,4 +30,4 @@ def layer_parts(config: Any, where: str) -> set[str]:
         raise BadInput(
             f"{where}: config.json cannot be used: {shown(reason)}", "correct it, or fetch the model again"
         ) from error
-    return {name for name, _ in model.model.layers[0].named_parameters()}
+    return {name: tuple(weight.shape) for name, weight in model.model.layers[0].named_parameters()}

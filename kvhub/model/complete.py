@@ -11,52 +11,79 @@ from kvhub.model.built import layer_parts
 from kvhub.model.headers import TensorHeader
 from kvhub.strict_json import shown
 
-_LAYER = re.compile(r"^((?:model\.)?layers\.)(\d+)\.(.+)$")
-_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+_LAYER = re.compile(r"^((?:model\.)?layers\.)(0|[1-9]\d*)\.(.+)$")
+_UNUSED = ".inv_freq"
+"""Old checkpoints keep the rotary frequencies, which are computed."""
 _COMPUTED = {"F64", "F32", "F16", "BF16"}
 """What transformers reads as plain weights."""
 
+Parts = dict[str, tuple[int, ...]]
+"""Shapes by the name within a layer."""
 
-def demand_complete(config: Any, tensors: Mapping[str, TensorHeader], where: str) -> None:
+
+def demand_complete(config: Any, tensors: Mapping[str, TensorHeader], where: str) -> Parts:
     """Refuse weights that are not those of the model that transformers builds from `config`.
 
-    config: transformers'. Another *number* of layers than the config's is no damage but a disagreement,
-    which `geometry` refuses. Errors: `Corrupt` naming the first weight that is absent; `Incompatible` with
-    code `geometry` (norms of queries or keys that the model would not use, embeddings of another vocabulary)
-    or `quantized_weights` (a dtype that is no float of 16 bits or more).
+    transformers loads what it knows, leaves random numbers where a weight is absent and ignores what it does
+    not know (biases, norms): both are another model than the files hold. config: transformers'. Another
+    *number* of layers than the config's is no damage but a disagreement, which `geometry` refuses. Returns
+    what every layer must have, for `demand_shapes`; empty where that was not looked at. Errors: `Corrupt`
+    naming the first weight that is absent; `Incompatible` with code `geometry` (weights in a layer that the
+    model would not use, embeddings of another vocabulary) or `quantized_weights` (a dtype that is no float
+    of 16 bits or more).
     """
-    parts: dict[int, set[str]] = {}
+    layers: dict[int, set[str]] = {}
     prefix = "model.layers."
     for name in tensors:
         if match := _LAYER.match(name):
             prefix = match[1]
-            parts.setdefault(int(match[2]), set()).add(match[3])
-    if not parts:
-        return  # named otherwise
-    if sorted(parts) == list(range(len(parts))) and len(parts) != config.num_hidden_layers:
-        return
+            layers.setdefault(int(match[2]), set()).add(match[3])
+    if not layers:
+        return {}  # named otherwise
+    if sorted(layers) == list(range(len(layers))) and len(layers) != config.num_hidden_layers:
+        return {}
     needed = layer_parts(config, where)
-    if any(".experts." in name for name in tensors):
+    mixture = any(".experts." in name for name in tensors)
+    if mixture:
         # They lie in files otherwise than in memory, and some layers of such a model may have none.
-        needed = {part for part in needed if not part.startswith("mlp.")}
+        needed = {part: shape for part, shape in needed.items() if not part.startswith("mlp.")}
     for number in range(config.num_hidden_layers):
-        found = parts.get(number, set())
-        if absent := needed - found:
+        found = layers.get(number, set())
+        if absent := needed.keys() - found:
             raise _absent(where, f"{prefix}{number}.{min(absent)}")
-        if unused := (found & set(_NORMS)) - needed:
+        unused = {
+            part
+            for part in found - needed.keys()
+            if not (part.endswith(_UNUSED) or (mixture and part.startswith("mlp.")))
+        }
+        if unused:
             raise Incompatible(
-                f"{where}: the weights have {prefix}{number}.{min(unused)},"
-                f" which a {config.model_type} has not",
-                "correct model_type in config.json, or fetch the model again",
+                f"{where}: the weights have {prefix}{number}.{shown(min(unused), 80)},"
+                f" which a {config.model_type} of this config has not",
+                "correct config.json, or fetch the model again",
                 code="geometry",
             )
     ends = _demand_ends(config, tensors, prefix.removesuffix("layers."), where)
-    layers = (f"{prefix}{number}.{part}" for number in range(config.num_hidden_layers) for part in needed)
-    for name in (*ends, *layers):
+    for name in (*ends, *(name for name in tensors if name.startswith(prefix))):
         if (dtype := tensors[name].dtype) not in _COMPUTED:
             raise Incompatible(
-                f"{where}: {name} is {shown(dtype, 16)}: quantised weights are not supported",
+                f"{where}: {shown(name, 120)} is {shown(dtype, 16)}: quantised weights are not supported",
                 code="quantized_weights",
+            )
+    return needed
+
+
+def demand_shapes(needed: Parts, tensors: Mapping[str, TensorHeader], where: str) -> None:
+    """Refuse (`Incompatible`, code `geometry`) a layer's weight of another shape than the model's.
+
+    After `geometry`, which names what the cache rests on in its own words.
+    """
+    for name, tensor in tensors.items():
+        match = _LAYER.match(name)
+        expected = needed.get(match[3]) if match else None
+        if expected is not None and tensor.shape != expected:
+            raise Incompatible(
+                f"{where}: {name} is {list(tensor.shape)}, config.json says {list(expected)}", code="geometry"
             )
 
 

@@ -183,6 +183,8 @@ def _standardise(path: Path) -> Any:
         raise BadInput(
             f"{path}: config.json cannot be used: {shown(reason)}", "correct it, or fetch the model again"
         ) from error
+    if config.model_type not in ARCHITECTURES:  # transformers may take one kind for another
+        raise Incompatible(f"{path}: transformers reads it as {config.model_type!r}", code="architecture")
     if "sliding_attention" in (getattr(config, "layer_types", None) or []) or _slides(config):
         raise Incompatible(f"{path}: sliding-window attention is not supported", code="sliding_window")
     return config

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from kvhub.errors import BadInput
-from kvhub.model.complete import demand_complete
+from kvhub.model.complete import demand_complete, demand_shapes
 from kvhub.model.config import read_config
 from kvhub.model.fingerprint import hub_snapshot, weight_files, weight_headers, weights_revision
 from kvhub.model.geometry import geometry
@@ -60,6 +60,7 @@ def describe(path: Path, tensors: Mapping[str, TensorHeader] | None = None) -> t
     described = read_config(path)
     if tensors is None:
         tensors = weight_headers(weight_files(path))
-    demand_complete(described.config, tensors, str(path))
+    needed = demand_complete(described.config, tensors, str(path))
     shape = geometry(described.config, tensors, str(path))
+    demand_shapes(needed, tensors, str(path))
     return described.architecture.name, shape, rope_spec(described.config, str(path))

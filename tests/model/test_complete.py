@@ -115,8 +115,9 @@ def contradicted(path: Path, **config: object) -> Path:
         ),
         (
             {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
-            r"have model\.layers\.0\.self_attn\.k_norm\.weight, which a llama has not",
+            r"have model\.layers\.0\.self_attn\.k_norm\.weight, which a llama of this config has not",
         ),
+        ({"intermediate_size": 64}, r"mlp\.\w+_proj\.weight is \[\d+, \d+\], config\.json says \[\d+, \d+\]"),
         ({"attention_bias": True}, r"no model\.layers\.0\.self_attn\.k_proj\.bias"),
         ({"vocab_size": 4096}, r"model\.embed_tokens\.weight is \[\d+, \d+\], config\.json says \[4096,"),
     ],
@@ -137,3 +138,29 @@ def test_weights_of_eight_bits(tmp_path: Path) -> None:
     with pytest.raises(Incompatible, match=r"v_proj\.weight is F8_E4M3: quantised weights") as caught:
         describe(path)
     assert caught.value.code == "quantized_weights"
+
+
+@pytest.mark.parametrize(
+    "part", ["self_attn.v_proj.bias", "self_attn.o_proj.lora_A.weight", "post_feedforward_layernorm.weight"]
+)
+def test_weights_that_the_model_would_not_use(tmp_path: Path, part: str) -> None:
+    path = make_tiny(tmp_path / "m")
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    save_file(tensors | buffer, file, metadata={"format": "pt"})
+    describe(path)  # computed, whatever the file says
+    save_file(tensors | {f"model.layers.2.{part}": torch.ones(4)}, file, metadata={"format": "pt"})
+    with pytest.raises(Incompatible, match=rf"have model\.layers\.2\.{part}, which a qwen3") as caught:
+        describe(path)
+    assert caught.value.code == "geometry"
+
+
+def test_experts_of_eight_bits(tmp_path: Path) -> None:
+    path = make_rope(tmp_path / "m", "qwen3_moe")
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if ".experts." in name)
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, file, metadata={"format": "pt"})
+    with pytest.raises(Incompatible, match="is I8: quantised weights"):
+        describe(path)
