@@ -54,7 +54,7 @@ def parse_object(data: bytes, what: str, *, constants: bool = False) -> dict[str
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else "not valid JSON"
         if "integer string conversion" in str(error):
-            reason = "a number has too many digits"
+            reason = "not valid JSON: a number has too many digits"
         raise Corrupt(f"{what}: {reason}") from None
     if not isinstance(value, dict):
         raise Corrupt(f"{what}: not a JSON object")

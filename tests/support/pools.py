@@ -59,7 +59,7 @@ class Running:
         """Its report; of one that did not ask, before its first token, what that will be."""
         if self.req.customized_info is not None:
             return self.req.customized_info[META_KEY][0]  # type: ignore[no-any-return]
-        late = late_plan(self.serving, self.req)
+        late = late_plan(self.serving, self.req, "")
         assert late is not None
         return late.report.as_meta()
 
