@@ -26,11 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import RESULTS, describe
+from benchmarks.study_pair import add_arguments, directions
 from kvhub.errors import KvhubError
-from kvhub.evaluation.evidence import ALL
-from kvhub.fit.settings import FitSettings, parse_k
 from kvhub.study.measure import ArmScores, MapperCandidate, measure
-from kvhub.study.pair import StudyPair, StudyText
+from kvhub.study.pair import StudyPair
 from kvhub.study.recipes import RECIPES, apply_flops, fit, named, stored_bytes
 
 COLUMNS = (
@@ -60,22 +59,12 @@ class Cost:
     seconds: float | None
 
 
-def part(scores: ArmScores, names: list[str]) -> ArmScores:
-    """Some of the domains."""
-    return ArmScores({name: scores.results[name] for name in names})
-
-
 def lines(
     pair: str, recipe: str, scores: ArmScores, paper: ArmScores | None, cost: Cost, fitted: list[str]
 ) -> list[dict[str, object]]:
     """All lines of one recipe. fitted: the texts that were fitted on; the others count as `other`."""
-    others = [name for name in scores.results if name not in fitted]
-    parts = {ALL: fitted, **{name: [name] for name in scores.results}}
-    if others:
-        parts["other"] = others
-    found = []
-    for label, names in parts.items():
-        mine = part(scores, names)
+    found, before = [], paper.parts(fitted) if paper is not None else {}
+    for label, mine in scores.parts(fitted).items():
         wrong = all("wrong-document" in w.sums for ws in mine.results.values() for w in ws)
         line: dict[str, object] = {"pair": pair, "recipe": recipe, "domain": label}
         line["excess_nll"] = mine.excess()
@@ -84,8 +73,8 @@ def lines(
             line[f"{prefix}low"], line[f"{prefix}high"] = estimate.low, estimate.high
         line["gap_recovered"] = estimates["gap_"].value
         # Where the paper loses nothing there is no loss to share.
-        if paper is not None and (recipe == "paper" or part(paper, names).over_native().low > 0):
-            removed = mine.share_removed(part(paper, names))
+        if label in before and (recipe == "paper" or before[label].over_native().low > 0):
+            removed = mine.share_removed(before[label])
             line |= {"removed": removed.value, "removed_low": removed.low, "removed_high": removed.high}
         cosine = mine.cosine()
         line |= {
@@ -207,50 +196,16 @@ def one_way(pair: StudyPair, name: str, given: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("source")
-    parser.add_argument("target")
-    parser.add_argument("--text", type=Path, action="append", required=True)
-    parser.add_argument("--other", type=Path, action="append", default=[])
-    parser.add_argument("--captures", type=Path, required=True)
-    parser.add_argument("--name", default=None, help="of the pair; reversed for the way back")
-    parser.add_argument("--both", action="store_true")
+    add_arguments(parser)
     parser.add_argument("--recipes", default=",".join(recipe.name for recipe in RECIPES), help='"": none')
     parser.add_argument("--mapper", action="append", default=[], metavar="NAME=DIR")
     parser.add_argument("--exact-prefix", type=int, default=0, help="first tokens native under --mapper")
-    parser.add_argument("--k", default="8")
-    parser.add_argument("--sequences", type=int, default=80)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--stride", type=int, default=2)
-    parser.add_argument("--windows", type=int, default=18)
-    parser.add_argument("--prefix", type=int, default=384)
-    parser.add_argument("--tail", type=int, default=128)
-    parser.add_argument("--tuning", type=int, default=12, help="windows that recipes with steps choose on")
-    parser.add_argument("--dtype", default=None)
     parser.add_argument("--short", action="store_true", help="without the wrong-document arm")
     parser.add_argument("--output", type=Path, default=RESULTS / "fidelity.csv")
     given = parser.parse_args(argv)
 
-    import torch
-    from transformers.utils import logging
-
-    from kvhub.model.load import load_model
-
-    logging.disable_progress_bar()
-    settings = FitSettings(
-        k=parse_k(given.k), sequences=given.sequences, length=given.length, stride=given.stride
-    )
-    dtype = getattr(torch, given.dtype) if given.dtype else None
-    one, two = load_model(given.source, dtype), load_model(given.target, dtype)
-    text = StudyText.cut(
-        given.text, one.tokenizer, settings,
-        windows=given.windows, prefix=given.prefix, tail=given.tail, others=given.other,
-        tuning=given.tuning,
-    )  # fmt: skip
-    pair = StudyPair(one, two, text, settings, given.captures)
-    names = given.name.split("->") if given.name else [one.identity.name, two.identity.name]
-    one_way(pair, "->".join(names), given)
-    if given.both:
-        one_way(pair.reversed(), "->".join(reversed(names)), given)
+    for pair, name in directions(given):
+        one_way(pair, name, given)
 
 
 if __name__ == "__main__":

@@ -22,15 +22,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import RESULTS
+from benchmarks.study_pair import add_arguments, directions
 from benchmarks.trial_fits import Side, Solution, Together
 from kvhub.evaluation.inject import KvRows
 from kvhub.evaluation.metrics import attention_cosines
-from kvhub.fit.settings import FitSettings
 from kvhub.model.identity import ModelIdentity
 from kvhub.model.rope import rotary_table
 from kvhub.study.bundle import Bundle
 from kvhub.study.measure import ArmScores, measure
-from kvhub.study.pair import StudyPair, StudyText
+from kvhub.study.pair import StudyPair
 from kvhub_kernels.normalise import normalise
 from kvhub_kernels.rotary import apply_rope, strip_rope
 
@@ -165,39 +165,15 @@ def keep(path: Path, line: dict[str, object]) -> None:
 def main(argv: list[str] | None = None) -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("source")
-    parser.add_argument("target")
-    parser.add_argument("--text", type=Path, action="append", required=True)
-    parser.add_argument("--captures", type=Path, required=True)
-    parser.add_argument("--name", default=None, help="of the pair; reversed for the way back")
-    parser.add_argument("--both", action="store_true")
+    add_arguments(parser)
     parser.add_argument("--only", default=",".join(KINDS))
-    parser.add_argument("--k", type=int, default=8)
-    parser.add_argument("--sequences", type=int, default=80)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--tuning", type=int, default=48)
-    parser.add_argument("--prefix", type=int, default=384)
-    parser.add_argument("--tail", type=int, default=128)
-    parser.add_argument("--dtype", default=None)
+    parser.set_defaults(stride=1, tuning=48)
     parser.add_argument("--output", type=Path, default=RESULTS / "trials.csv")
     given = parser.parse_args(argv)
 
-    from transformers.utils import logging
-
-    from kvhub.model.load import load_model
-
-    logging.disable_progress_bar()
-    settings = FitSettings(k=given.k, sequences=given.sequences, length=given.length, stride=1)
-    dtype = getattr(torch, given.dtype) if given.dtype else None
-    one, two = load_model(given.source, dtype), load_model(given.target, dtype)
-    text = StudyText.cut(
-        given.text, one.tokenizer, settings,
-        windows=2 * len(given.text), prefix=given.prefix, tail=given.tail, tuning=given.tuning,
-    )  # fmt: skip
-    pair = StudyPair(one, two, text, settings, given.captures)
-    names = given.name.split("->") if given.name else [one.identity.name, two.identity.name]
-    for way, label in [(pair, names), (pair.reversed(), names[::-1])][: 1 + given.both]:
-        one_way(way, "->".join(label), given.only.split(","), given.output)
+    given.windows = 2 * len(given.text)  # not looked at, but text for them is set aside
+    for pair, name in directions(given):
+        one_way(pair, name, given.only.split(","), given.output)
 
 
 if __name__ == "__main__":

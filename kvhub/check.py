@@ -24,7 +24,7 @@ from kvhub.model.identity import Geometry, RopeSpec
 from kvhub.model.remote import tensor_headers
 from kvhub.model.resolve import resolve
 from kvhub.model.rope import rope_spec
-from kvhub.model.tokenizer import load_tokenizer, tokenizer_digest
+from kvhub.model.tokenizer import beyond, load_tokenizer, tokenizer_digest
 from kvhub.strict_json import shown
 
 DEFAULT_K = 8
@@ -127,9 +127,8 @@ def check(source: str, target: str, *, k: int | None = None) -> Check:
     paths = resolve(source, weights=False), resolve(target, weights=False)
     refusals: list[Refused] = []
     sides = [_side(where, path, refusals) for where, path in zip(("source", "target"), paths, strict=True)]
-    _compare_tokenizers(paths, refusals)
+    notes = _compare_tokenizers(paths, refusals)
     one, other = sides
-    notes: list[str] = []
     for where, side in (("source", one), ("target", other)):
         if side is not None:
             notes += _notes(where, side)
@@ -190,15 +189,16 @@ def _layer_flops(tensors: Mapping[str, TensorHeader]) -> int | None:
     return 2 * sum(math.prod(shape) for shape in matrices)
 
 
-def _compare_tokenizers(paths: tuple[Path, Path], refusals: list[Refused]) -> None:
+def _compare_tokenizers(paths: tuple[Path, Path], refusals: list[Refused]) -> list[str]:
+    """Adds to `refusals`; returns notes."""
     try:
         one, other = (load_tokenizer(path) for path in paths)
     except BadInput:
         if refusals:
-            return  # what is refused anyway may be of a kind whose tokenizer nothing here can read
+            return []  # what is refused anyway may be of a kind whose tokenizer nothing here can read
         raise
     if tokenizer_digest(one) == tokenizer_digest(other):
-        return
+        return [] if refusals else _not_embedded(paths, one)
     first, second = ({index: token for token, index in each.get_vocab().items()} for each in (one, other))
     unlike = sum(first.get(index) != second.get(index) for index in first.keys() | second.keys())
     what = f"{unlike} of {max(len(first), len(second))} ids differ" if unlike else "special tokens differ"
@@ -210,6 +210,17 @@ def _compare_tokenizers(paths: tuple[Path, Path], refusals: list[Refused]) -> No
             "a cache can only be mapped where every token id means the same to both models",
         )
     )
+    return []
+
+
+def _not_embedded(paths: tuple[Path, Path], tokenizer: Any) -> list[str]:
+    found = []
+    for where, path in zip(("source", "target"), paths, strict=True):
+        rows = read_config(path).config.vocab_size
+        if count := beyond(tokenizer, rows):
+            found.append(f"{where}: {count} tokens of the vocabulary have no row in its embedding ({rows});"
+                         " text that has one is refused")  # fmt: skip
+    return found
 
 
 def _notes(where: str, side: Side) -> list[str]:

@@ -45,6 +45,10 @@ _FEW = 4
     help="What measured best; a plain ridge; the paper's; or a search over closed forms on text set aside.",
 )  # fmt: skip
 @click.option(
+    "--tries", type=click.IntRange(min=1), default=24, show_default=True,
+    help="Candidates that the best recipe measures, at most: its budget of time.",
+)  # fmt: skip
+@click.option(
     "--normalise-keys", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True,
     help="Mapped keys through the target's own k_norm; auto: in the default recipe where it has one, in best"
     " where that is better, else not.",
@@ -60,7 +64,7 @@ _FEW = 4
     help="A target head reads all source heads, or the same one.",
 )  # fmt: skip
 @click.option(
-    "--distill", type=click.IntRange(min=0), metavar="STEPS", show_default="60 in the default recipe, else 0",
+    "--distill", type=click.IntRange(min=0), metavar="STEPS", show_default="60 in default and best, else 0",
     help="Then so many gradient steps on KL through the target, folded into the matrices.",
 )  # fmt: skip
 @click.option(
@@ -75,6 +79,9 @@ _FEW = 4
     help="One network a target head, or one a layer (mlp).",
 )  # fmt: skip
 @click.option("--epochs", type=int, default=20, show_default=True, help="Passes over the rows (mlp).")
+@click.option(
+    "--batch", type=click.IntRange(min=1), default=4096, show_default=True, help="Rows of a step (mlp)."
+)
 @click.option(
     "--exact-prefix", type=int, default=0, show_default=True,
     help="First positions to leave out; the target must then compute them itself.",
@@ -125,6 +132,7 @@ def command(
     k: str | None,
     regularization: str,
     recipe: Any,
+    tries: int,
     normalise_keys: Any,
     sequences: int,
     length: str,
@@ -135,6 +143,7 @@ def command(
     hidden: str,
     networks: Any,
     epochs: int,
+    batch: int,
     exact_prefix: int,
     dtype: str,
     store_dtype: Any,
@@ -160,6 +169,7 @@ def command(
 
     from kvhub.fit.command import Options, fit
     from kvhub.fit.settings import (
+        BEST_RECIPE,
         DEFAULT_RECIPE,
         FitSettings,
         parse_k,
@@ -180,15 +190,14 @@ def command(
         if given_lambda != click.core.ParameterSource.DEFAULT and regularization != "paper":
             raise BadInput("--recipe paper is --lambda paper", "leave one of them out")
         regularization = "paper"
-    added = DEFAULT_RECIPE if recipe == "default" else {}
+    added = {"default": DEFAULT_RECIPE, "best": BEST_RECIPE}.get(recipe, {})
     if normalise_keys != "auto":
         added = added | {"normalise_keys": normalise_keys}
-    elif recipe == "best":
-        added = added | {"normalise_keys": "auto"}
     settings = FitSettings(
         k=parse_k(k) if k is not None else FitSettings.k,
         regularization=parse_regularization(regularization),
         recipe=None if recipe == "ridge" else recipe,
+        tries=tries,
         **added,
         support=support,
         sequences=sequences,
@@ -198,7 +207,9 @@ def command(
         exact_prefix=exact_prefix,
         store_dtype=store_dtype,
         seed=seed,
-        train=parse_training(family, distill, hidden, networks, epochs, default=recipe == "default"),
+        train=parse_training(
+            family, distill, hidden, networks, epochs, batch, default=recipe in ("default", "best")
+        ),
     )
     given = Texts.parse(texts, datasets)
     if device == "cuda" and not torch.cuda.is_available():

@@ -18,7 +18,7 @@ from kvhub.errors import BadInput
     "--text", "texts", type=click.Path(path_type=Path), multiple=True, required=True, metavar="FILE",
     help="Text to run both models on; repeat for more.",
 )  # fmt: skip
-@click.option("--windows", type=click.IntRange(min=3), default=6, show_default=True, help="Over all texts.")
+@click.option("--windows", type=click.IntRange(3, 100), default=6, show_default=True, help="Over all texts.")
 @click.option("--prefix", type=click.IntRange(min=8), default=96, show_default=True, help="Tokens mapped.")
 @click.option("--tail", type=click.IntRange(min=2), default=32, show_default=True, help="Tokens judged by.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)

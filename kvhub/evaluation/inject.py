@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from kvhub.errors import Corrupt, Incompatible
 from kvhub.model.placement import input_device, layer_device
+from kvhub.model.tokenizer import demand_embedded
 
 INJECTION_TOLERANCE = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.5}
 """Largest accepted |logit difference| per dtype of the model. On a CPU the two ways are equal bit for
@@ -93,7 +94,9 @@ def run(
 
     Returns float32 logits of the last `keep` tokens (default all), `[keep, vocabulary]`, and the cache.
     `rows` may be None with `start > 0`: the model then sees only `tokens`, at their true positions.
+    Errors: `BadInput` if a token has no embedding.
     """
+    demand_embedded(model, tokens)
     cache = DynamicCache(config=model.config) if rows is None else rows.to_cache(model)
     home = input_device(model)
     positions = torch.arange(start, start + len(tokens), device=home)[None]

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvhub.errors import BadInput, KvhubError
 from kvhub.model.placement import input_device
 from kvhub.model.rope import rotary_table
+from kvhub.model.tokenizer import demand_embedded
 from kvhub_kernels.rotary import strip_rope
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ class Capture:
 def capture(model: LoadedModel, token_ids: Tensor) -> Capture:
     """The cache of `model` over `token_ids` (`[tokens]` int64), positions 0, 1, 2, ...
 
-    Errors: `BadInput` if the window is longer than the model's context;
+    Errors: `BadInput` if the window is longer than the model's context, or a token has no embedding;
     `KvhubError` naming the layer where the cache is not finite.
     """
+    demand_embedded(model.model, token_ids)
     rope = model.identity.rope
     if len(token_ids) > rope.context:
         raise BadInput(

@@ -19,7 +19,7 @@ from kvhub.fit.calibration import CalibrationSet, Corpus, calibration_set
 from kvhub.fit.captures import CaptureStore, demand_disk
 from kvhub.fit.checkpoint import Checkpoint, fit_key
 from kvhub.fit.distill.schedule import Distill, demand_tail
-from kvhub.fit.expect import Expected, distil_windows, solve_seconds, train_seconds
+from kvhub.fit.expect import Expected, choice_windows, distil_windows, solve_seconds, train_seconds
 from kvhub.fit.memory import demand_memory, free_memory, held, release, return_freed
 from kvhub.fit.places import Stored, demand_space, places, write
 from kvhub.fit.progress import FITS
@@ -371,6 +371,7 @@ def _progress(
         options.progress,
         options.say,
         solve_seconds(*shapes, settings, both=both),
+        choice_windows(*shapes, settings, both=both),
         distil_windows(settings, both=both),
         train_seconds(*shapes, settings, rows, both=both),
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from kvhub.fit.accumulate import Progress
-from kvhub.fit.calibration import TUNING
+from kvhub.fit.calibration import TAIL, TUNING
 from kvhub.fit.distill.schedule import Distill
 from kvhub.fit.mlp import MlpSettings, parameters, training_rate
 from kvhub.fit.settings import GRID_LAMBDA, FitSettings
@@ -19,16 +19,35 @@ _FIRST = 3
 
 
 def solve_flops(source: Geometry, target: Geometry, settings: FitSettings) -> float:
-    """Of one direction: Cholesky factors and triangular solves of K and V, for every k that is tried."""
+    """Of one direction: Cholesky factors and triangular solves of K and V, for everything that is tried."""
     total = 0.0
-    grid = settings.grid(source)
-    extra = [grid[-1]] * (len(GRID_LAMBDA) - 1) if settings.regularization == "auto" else []
-    for k in [*grid, *extra]:
+    for k in _tried(source, settings):
         blocks = 1 if settings.support == "full" else target.num_kv_heads
         width, out = settings.width(source, k), target.features / blocks
         factors = 1 if k == source.num_layers else target.num_layers
         total += 2 * blocks * (factors * width**3 / 3 + target.num_layers * 2 * width**2 * out)
     return total
+
+
+def _tried(source: Geometry, settings: FitSettings) -> list[int]:
+    """k of every candidate, at most; the one that is kept is solved again."""
+    grid = settings.grid(source)
+    if settings.recipe == "best":
+        return grid * (settings.tries + 1)
+    again = grid[-1:] if settings.automatic else []
+    return [*grid, *again * (len(GRID_LAMBDA) if settings.regularization == "auto" else 1)]
+
+
+def choice_windows(source: Geometry, target: Geometry, settings: FitSettings, *, both: bool) -> float:
+    """What measuring candidates costs, in windows of both models: tails of the target, and once all of it."""
+    shapes = (source, target)[: 1 + both]
+    tried = sum(len(_tried(shape, settings)) - 1 for shape in shapes)
+    return TUNING * (tried * tail_of(settings) / settings.longest + len(shapes)) if tried else 0.0
+
+
+def tail_of(settings: FitSettings) -> int:
+    """Tokens that the target runs of a window to choose on."""
+    return min(TAIL, settings.longest // 4)
 
 
 def solve_seconds(source: Geometry, target: Geometry, settings: FitSettings, *, both: bool) -> float:
@@ -76,13 +95,15 @@ class Expected:
         progress: Progress,
         say: Callable[[str], None],
         solving: float,
+        choosing: float = 0.0,
         distilling: float = 0.0,
         training: float = 0.0,
     ) -> None:
-        """solving, training (networks): seconds; distilling: as many windows."""
+        """solving, training (networks): seconds; choosing, distilling: as many windows."""
         self._progress = progress
         self._say = say
         self._solving = solving
+        self._choosing = choosing
         self._distilling = distilling
         self._training = training
         self._began: tuple[str, int, float] | None = None
@@ -101,12 +122,13 @@ class Expected:
             self._told = True
             each = (time.monotonic() - began) / (done - start)
             windows = each * (total - done)
+            choose = f", {duration(each * self._choosing)} to choose" if self._choosing else ""
             distil = f", {duration(each * self._distilling)} to distil" if self._distilling else ""
             train = f", {duration(self._training)} to train networks" if self._training else ""
             both = " of the source, and the target's as long again or more" if stage == "source" else ""
             self._say(
                 f"expected: {duration(windows)} for {total - done} more windows{both},"
-                f" about {duration(self._solving)} to solve{distil}{train}"
+                f" about {duration(self._solving)} to solve{choose}{distil}{train}"
             )
 
 

@@ -30,19 +30,21 @@ def fit_networks(
     settings: FitSettings,
     how: MlpSettings,
     *,
+    only: Sequence[int] | None = None,
     tell: Progress = lambda stage, done, total: None,
 ) -> Solved:
     """The networks for the layers that `solved` selected; its matrices are left behind.
 
-    Both sides have their captures on disk, or models in memory. Errors: `KvhubError` where a
-    weight is not finite.
+    only: some of the target's layers, for a study. Both sides have their captures on disk, or models in
+    memory. Errors: `KvhubError` where a weight is not finite.
     """
     shape = target.identity.geometry
     tensors: dict[str, Tensor] = {}
     curves: list[list[float]] = []
-    tell("train", 0, shape.num_layers)
-    for number, chosen in enumerate(solved.layers):
-        sides = _rows(source, target, windows, chosen, number, settings)
+    numbers = list(range(shape.num_layers)) if only is None else list(only)
+    tell("train", 0, len(numbers))
+    for done, number in enumerate(numbers, 1):
+        sides = _rows(source, target, windows, solved.layers[number], number, settings)
         for side in ("k", "v"):
             inputs, y = sides.pop(0)  # no longer held than it is trained on
             outputs = y.transpose(0, 1) if how.per == "head" else y.flatten(1)[None]
@@ -51,7 +53,7 @@ def fit_networks(
             curves.append(curve)
             tensors |= _stored(f"layers.{number}.{side}", layers, settings)
             del inputs, y, outputs, layers
-        tell("train", number + 1, shape.num_layers)
+        tell("train", done, len(numbers))
     return replace(
         solved,
         tensors=tensors,

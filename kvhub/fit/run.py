@@ -195,6 +195,8 @@ def fit_sides(
 
 def _recipe(solved: Solved, settings: FitSettings) -> str | None:
     what = solved.recipe
+    if what is not None and settings.first_weight != 1:
+        what = f"first row x{settings.first_weight}, {what}"
     if settings.recipe == "default":
         what = (
             f"first row x{settings.first_weight},"

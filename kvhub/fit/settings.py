@@ -25,6 +25,8 @@ DEFAULT_RECIPE: dict[str, Any] = {
     "normalise_keys": "auto",
 }
 """What `--recipe default` adds to ridge: the best closed form on tuning windows (docs/fidelity.md)."""
+BEST_RECIPE: dict[str, Any] = {"first_weight": 0, "normalise_keys": "auto"}
+"""What `--recipe best` takes as it is: moments are summed once, and the norm is asked for before them."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class FitSettings:
     seed: int = 0
     recipe: Literal["paper", "default", "best"] | None = None
     """`best` searches over closed-form recipes; the others are names for what the options say."""
+    tries: int = 24
+    """Candidates that `best` measures, at most."""
     first_weight: int = 1
     """How many times the row of the first position counts; 0: as its keys ask for
     (`kvhub.fit.recipes.first`)."""
@@ -66,6 +70,8 @@ class FitSettings:
             raise BadInput("--sequences, --length and --stride must be at least 1", "leave them out")
         if min(self.first_weight, self.stretch, self.stretch_values) < 0:
             raise BadInput("first_weight, stretch and stretch_values must not be negative")
+        if self.tries < 1:
+            raise BadInput("--tries must be at least 1", "leave it out")
         if self.recipe == "best" and self.automatic:
             raise BadInput("--recipe best goes over lambda itself and needs a k that bounds the cost")
         mlp = isinstance(self.train, MlpSettings)
@@ -136,7 +142,7 @@ class FitSettings:
         values = asdict(self)
         del values["created"]
         values["lambda"] = values.pop("regularization")
-        left_out = {"recipe": None, "first_weight": 1, "stretch": 0.0, "stretch_values": 0.0}
+        left_out = {"recipe": None, "tries": 24, "first_weight": 1, "stretch": 0.0, "stretch_values": 0.0}
         for name, plain in (left_out | {"normalise_keys": "off"}).items():
             if values[name] == plain:
                 del values[name]
@@ -169,6 +175,7 @@ def parse_training(
     hidden: str,
     networks: Literal["head", "layer"],
     epochs: int,
+    batch: int,
     *,
     default: bool,
 ) -> Distill | MlpSettings | None:
@@ -183,7 +190,7 @@ def parse_training(
         first, second = (int(part) for part in hidden.split(","))
     except ValueError:
         raise BadInput(f"--hidden {hidden} is not two numbers with a comma", "--hidden 512,512") from None
-    return MlpSettings(hidden=(first, second), per=networks, epochs=epochs)
+    return MlpSettings(hidden=(first, second), per=networks, epochs=epochs, batch=batch)
 
 
 def parse_k(text: str) -> int | Literal["all", "auto"]:

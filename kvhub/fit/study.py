@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 NEAR = 0.01
 """A smaller k wins where its KL is within this share of the best one: every layer costs time for ever."""
 NEAR_COSINE = 0.002
-TRIES = 24
-"""Candidates that `--recipe best` measures, at most."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +125,7 @@ def choose_recipe(
     windows: Tensor,
     settings: FitSettings,
     norms: Tensor | None,
-    tell: Progress,
-    *,
-    tries: int = TRIES,
+    tell: Progress = lambda stage, done, total: None,
 ) -> tuple[Solved, Selection]:
     """`--recipe best`: `kvhub.fit.recipes.search` on `windows` (`[n, length]`), and every candidate's scores.
 
@@ -145,7 +141,7 @@ def choose_recipe(
         settings.support,
         normalise=settings.normalise_keys == "on",
     )
-    done = 0
+    done, tries = 0, settings.tries
     with target.live() as model:
         held = [_window(source, model, window, tail) for window in windows]
 
@@ -173,6 +169,8 @@ def choose_recipe(
 
 def _tail(windows: Tensor, settings: FitSettings) -> int:
     """Tokens that the target runs. Errors: `BadInput` where the windows are too short."""
+    if not len(windows):
+        raise BadInput("there are no windows to choose on", "give more text")
     length = windows.shape[1]
     tail = min(TAIL, length // 4)
     if tail < 2 or length - tail <= settings.exact_prefix:

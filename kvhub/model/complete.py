@@ -8,6 +8,7 @@ from typing import Any
 
 from kvhub.errors import Corrupt, Incompatible
 from kvhub.model.built import layer_parts
+from kvhub.model.experts import MIXTURES, mlp_parts
 from kvhub.model.headers import TensorHeader
 from kvhub.strict_json import shown
 
@@ -27,7 +28,7 @@ def demand_complete(config: Any, tensors: Mapping[str, TensorHeader], where: str
     transformers loads what it knows, leaves random numbers where a weight is absent and ignores what it does
     not know (biases, norms): both are another model than the files hold. config: transformers'. Another
     *number* of layers than the config's is no damage but a disagreement, which `geometry` refuses. Returns
-    what every layer must have, for `demand_shapes`; empty where that was not looked at. Errors: `Corrupt`
+    what its layers have, for `demand_shapes`; empty where that was not looked at. Errors: `Corrupt`
     naming the first weight that is absent; `Incompatible` with code `geometry` (weights in a layer that the
     model would not use, embeddings of another vocabulary) or `quantized_weights` (a dtype that is no float
     of 16 bits or more).
@@ -43,20 +44,19 @@ def demand_complete(config: Any, tensors: Mapping[str, TensorHeader], where: str
     if sorted(layers) == list(range(len(layers))) and len(layers) != config.num_hidden_layers:
         return {}
     needed = layer_parts(config, where)
-    mixture = any(".experts." in name for name in tensors)
-    if mixture:
-        # They lie in files otherwise than in memory, and some layers of such a model may have none.
+    mixture = config.model_type in MIXTURES
+    fused = any(name.endswith(".experts.gate_up_proj") for name in tensors)
+    if mixture:  # experts lie in files otherwise than in memory, and some layers may have none
         needed = {part: shape for part, shape in needed.items() if not part.startswith("mlp.")}
+    known = dict(needed)
     for number in range(config.num_hidden_layers):
-        found = layers.get(number, set())
-        if absent := needed.keys() - found:
+        found, here = layers.get(number, set()), needed
+        if mixture:
+            here = needed | mlp_parts(config, number, fused=fused, where=where)
+            known |= here
+        if absent := here.keys() - found:
             raise _absent(where, f"{prefix}{number}.{min(absent)}")
-        unused = {
-            part
-            for part in found - needed.keys()
-            if not (part.endswith(_UNUSED) or (mixture and part.startswith("mlp.")))
-        }
-        if unused:
+        if unused := {part for part in found - here.keys() if not part.endswith(_UNUSED)}:
             raise Incompatible(
                 f"{where}: the weights have {prefix}{number}.{shown(min(unused), 80)},"
                 f" which a {config.model_type} of this config has not",
@@ -70,17 +70,17 @@ def demand_complete(config: Any, tensors: Mapping[str, TensorHeader], where: str
                 f"{where}: {shown(name, 120)} is {shown(dtype, 16)}: quantised weights are not supported",
                 code="quantized_weights",
             )
-    return needed
+    return known
 
 
-def demand_shapes(needed: Parts, tensors: Mapping[str, TensorHeader], where: str) -> None:
+def demand_shapes(known: Parts, tensors: Mapping[str, TensorHeader], where: str) -> None:
     """Refuse (`Incompatible`, code `geometry`) a layer's weight of another shape than the model's.
 
     After `geometry`, which names what the cache rests on in its own words.
     """
     for name, tensor in tensors.items():
         match = _LAYER.match(name)
-        expected = needed.get(match[3]) if match else None
+        expected = known.get(match[3]) if match else None
         if expected is not None and tensor.shape != expected:
             raise Incompatible(
                 f"{where}: {name} is {list(tensor.shape)}, config.json says {list(expected)}", code="geometry"

@@ -152,13 +152,20 @@ _LARGEST = {
     "head_dim": 1024,
     "hidden_size": 1 << 20,
     "max_position_embeddings": 1 << 31,
+    "num_experts": 4096,
+    "num_local_experts": 4096,
+    "num_experts_per_tok": 4096,
+    "moe_intermediate_size": 1 << 20,
+    "decoder_sparse_step": 1024,
 }
 """As in `Geometry`; more layers than that, and transformers would make a list of them."""
 _OR_NONE = ("num_key_value_heads", "head_dim")
+_TRAINED = "write what the model was trained with, or fetch the model again"
+_SMALL = ("rms_norm_eps", "layer_norm_eps")
 
 
 def _demand_numbers(path: Path, raw: dict[str, Any]) -> None:
-    """The numbers that KV geometry rests on, where config.json names them."""
+    """The numbers that KV geometry and the layers rest on, where config.json names them."""
     for key, largest in _LARGEST.items():
         value = raw.get(key, 1)
         if value is None and key in _OR_NONE:
@@ -167,8 +174,19 @@ def _demand_numbers(path: Path, raw: dict[str, Any]) -> None:
             raise BadInput(
                 f"{path}: {key} in config.json must be a whole number of 1 to {largest}, got"
                 f" {shown(repr(value), 64)}",
-                "write what the model was trained with, or fetch the model again",
+                _TRAINED,
             )
+    for key in _SMALL:
+        value = raw.get(key, 0)
+        if type(value) not in (int, float) or not 0 <= value < 1:
+            raise BadInput(
+                f"{path}: {key} in config.json must be a number of 0 to 1, got {shown(repr(value), 64)}",
+                _TRAINED,
+            )
+    if raw.get("output_attentions"):
+        raise BadInput(
+            f"{path}: output_attentions in config.json asks for weights that nothing reads", "set it to false"
+        )
 
 
 def _standardise(path: Path) -> Any:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvhub.errors import BadInput
 from kvhub.model.identity import canonical_json
 from kvhub.model.quiet import quietly
 from kvhub.strict_json import shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
@@ -49,3 +52,22 @@ def chat_template_digest(tokenizer: Any) -> str | None:
         return None
     text = template.encode() if isinstance(template, str) else canonical_json(template)
     return hashlib.sha256(text).hexdigest()
+
+
+def beyond(tokenizer: Any, rows: int) -> int:
+    """How many tokens have an id that an embedding of `rows` rows has not."""
+    return sum(index >= rows for index in tokenizer.get_vocab().values())
+
+
+def demand_embedded(model: Any, tokens: Tensor) -> None:
+    """Refuse (`BadInput`) token ids that the model's embedding has no row for.
+
+    Vocabularies with a few such tokens are published (padding added after training), so that only text which
+    has one is refused. model: transformers'.
+    """
+    rows = model.config.vocab_size
+    if len(tokens) and int(tokens.max()) >= rows:
+        raise BadInput(
+            f"the text has token {int(tokens.max())}, and the model's embedding {rows} rows",
+            "take the text of that token out: the tokenizer knows it, the model was not trained with it",
+        )

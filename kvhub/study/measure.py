@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kvhub.evaluation.arms import WindowResult
 from kvhub.evaluation.bootstrap import Bootstrap, Estimate, Statistic, ratio
-from kvhub.evaluation.evidence import Arm, LayerScores, Score
+from kvhub.evaluation.evidence import ALL, Arm, LayerScores, Score
 from kvhub.evaluation.inject import KvRows, run
 from kvhub.evaluation.metrics import Array, LogitSums, attention_cosines, gap_recovered, row_moments
 from kvhub.evaluation.run import wrong_document_order
 from kvhub.evaluation.summary import summarize
-from kvhub.fit.score import apply_ridge
+from kvhub.fit.score import Apply, apply_ridge
 from kvhub.mapper.base import Mapper, SourceRows
 from kvhub.model.identity import ModelIdentity
 from kvhub.model.rope import rotary_table
@@ -28,6 +28,10 @@ from kvhub_kernels.rotary import apply_rope, strip_rope
 
 if TYPE_CHECKING:
     from kvhub.model.load import LoadedModel
+
+
+OTHER = "other"
+"""Domain of all texts that were not fitted on."""
 
 
 class Candidate(Protocol):
@@ -50,11 +54,15 @@ class AffineCandidate:
         *,
         strip: bool = True,
         turn: bool = True,
+        apply: Apply = apply_ridge,
     ) -> None:
-        """strip, turn: whether the source's RoPE is removed and the target's applied (False: ablations)."""
+        """strip, turn: whether the source's RoPE is removed and the target's applied (False: ablations).
+
+        apply: of the family that the tensors are of.
+        """
         self._layers = source_layers
         self._source, self._target = source, target
-        self._strip, self._turn = strip, turn
+        self._strip, self._turn, self._apply = strip, turn, apply
         self._tensors = {name: tensor.float() for name, tensor in tensors.items()}
 
     def map(self, rows: KvRows, start: int = 0) -> KvRows:
@@ -71,7 +79,7 @@ class AffineCandidate:
                 for side, name, inputs in ((0, "k", content), (1, "v", values)):
                     prefix = f"layers.{number}.{name}"
                     x = torch.stack([inputs[layer] for layer in layers], dim=1)
-                    y = apply_ridge(self._tensors, prefix, x)
+                    y = self._apply(self._tensors, prefix, x)
                     found[side].append((apply_rope(y, turn) if name == "k" and self._turn else y).to(dtype))
         return KvRows(tuple(found[0]), tuple(found[1]))
 
@@ -104,6 +112,18 @@ class ArmScores:
     def per_window(self, arm: Arm = "mapped", metric: str = "nll", *domains: str) -> Array:
         """Sums over scored positions, `[windows]`: `nll`, `kl` or `top1`."""
         return np.array([getattr(w.sums[arm], metric) for w in self._windows(domains)])
+
+    def part(self, names: Sequence[str]) -> ArmScores:
+        """Some of the domains."""
+        return ArmScores({name: self.results[name] for name in names})
+
+    def parts(self, fitted: Sequence[str], *, domains: bool = True) -> dict[str, ArmScores]:
+        """`all` domains that were fitted on, with `domains` each one, and those that were not as `other`."""
+        found = {ALL: self.part(fitted)}
+        if domains:
+            found |= {name: self.part([name]) for name in self.results}
+        others = [name for name in self.results if name not in fitted]
+        return found | ({OTHER: self.part(others)} if others else {})
 
     def positions(self, *domains: str) -> Array:
         """Scored positions of every window."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvhub.errors import BadInput
+from kvhub.evaluation.evidence import ALL
 from kvhub.evaluation.text import held_out_windows
 from kvhub.fit.calibration import load_corpora, row_positions
 from kvhub.fit.capture import Capture
@@ -24,7 +25,7 @@ from kvhub.fit.side import Side
 from kvhub.fit.solve import Solved, solve_pair
 from kvhub.fit.text import windows as cut
 from kvhub.study.bundle import Bundle
-from kvhub.study.measure import AffineCandidate, ArmScores, measure
+from kvhub.study.measure import OTHER, AffineCandidate, ArmScores, measure
 from kvhub.study.windows import tuning_windows
 
 if TYPE_CHECKING:
@@ -61,8 +62,11 @@ class StudyText:
     ) -> StudyText:
         """windows: held-out ones over `texts`, and as many a text of `others`, which are not fitted on.
 
-        Errors: those of `held_out_windows` and `tuning_windows`.
+        Errors: `BadInput` for a text called `all` or `other`; those of `held_out_windows` and
+        `tuning_windows`.
         """
+        if taken := {ALL, OTHER}.intersection(path.stem for path in (*texts, *others)):
+            raise BadInput(f"a text cannot be called {min(taken)}: rows of several are", "rename the file")
         share = -(-settings.sequences // len(texts))
         corpora = load_corpora(texts, tokenizer=tokenizer)
         fit = {c.name: cut(c.calibration, tokenizer, length=settings.length, limit=share) for c in corpora}

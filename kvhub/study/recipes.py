@@ -6,6 +6,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from kvhub.errors import BadInput
 from kvhub.fit.distill.run import distil
 from kvhub.fit.distill.schedule import Distill
@@ -17,6 +20,7 @@ from kvhub.fit.run import demand_possible
 from kvhub.fit.selection import layer_scores, top_layers
 from kvhub.fit.settings import FitSettings
 from kvhub.fit.solve import Solved
+from kvhub.fit.study import choose_recipe
 from kvhub.model.identity import Geometry
 from kvhub.study.pair import StudyPair
 
@@ -45,6 +49,8 @@ class Recipe:
     """Keys through the target's k_norm; auto: where it has one, and else stretched."""
     steps: int = 0
     """Gradient steps through the target after the closed form, folded into the same matrices."""
+    search: bool = False
+    """Whether the closed form is searched for on the tuning windows, as `kvhub fit --recipe best` does."""
 
     def count(self, k: int | Literal["all"], source: Geometry) -> int:
         """How many source layers, where the comparison's own k is `k`."""
@@ -91,8 +97,9 @@ MORE = (
     Recipe("first-4-exact-all", k="all", exact_prefix=4),
     Recipe("first-4-exact-paper-all", k="all", exact_prefix=4, regularization=PAPER),
     Recipe("first-64-exact-all", k="all", exact_prefix=64),
+    Recipe("best", stride=1, first_weight=0, normalise="auto", steps=60, search=True),
 )
-"""Compared only where they are asked for by name: with more layers than the comparison's, they cost more."""
+"""Compared only where they are asked for by name: they cost more, to apply (more layers) or to fit."""
 
 
 def named(name: str) -> Recipe:
@@ -128,7 +135,11 @@ def fit(pair: StudyPair, recipe: Recipe) -> tuple[Solved, float]:
     )
     began = time.perf_counter()
     norms = norms_for(sides[1], settings, pair.windows()[0])
-    if recipe.off_head == 1.0:
+    if recipe.search:
+        scores, tuning = layer_scores(moments, *shapes), _tuning(pair)
+        known = replace(settings, regularization=recipe.regularization, exact_prefix=recipe.exact_prefix)
+        solved, _ = choose_recipe(moments, scores, *sides, tuning, known, norms)
+    elif recipe.off_head == 1.0:
         solved = pair.solve(moments, k, recipe.regularization, settings=settings, norms=norms)
     else:
         layers = top_layers(layer_scores(moments, *shapes), k)
@@ -143,8 +154,13 @@ def fit(pair: StudyPair, recipe: Recipe) -> tuple[Solved, float]:
 def _distilled(pair: StudyPair, solved: Solved, recipe: Recipe, settings: FitSettings) -> Solved:
     """`solved` after the recipe's gradient steps; the pair's tuning windows choose among their checks."""
     sides = pair.side(pair.source), pair.side(pair.target)
-    tuning = [window for windows in pair.text.tuning.values() for window in windows]
-    return distil(solved, *sides, pair.mixed(), tuning, settings, Distill(steps=recipe.steps))
+    known = replace(settings, support=solved.support or settings.support, k=len(solved.layers[0]))
+    return distil(solved, *sides, pair.mixed(), list(_tuning(pair)), known, Distill(steps=recipe.steps))
+
+
+def _tuning(pair: StudyPair) -> Tensor:
+    """Windows to choose on, `[n, length]`."""
+    return torch.cat(list(pair.text.tuning.values())) if pair.text.tuning else torch.empty(0, 0).long()
 
 
 def apply_flops(solved: Solved) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TextIO
 
@@ -37,14 +37,23 @@ class Row:
 
 
 def rows_of(
-    pair: str, study: str, variant: str, scores: ArmScores, *, domains: bool = False, resamples: int = 2000
+    pair: str,
+    study: str,
+    variant: str,
+    scores: ArmScores,
+    fitted: Sequence[str],
+    *,
+    domains: bool = False,
+    resamples: int = 2000,
 ) -> list[Row]:
-    """The line of all windows, and with `domains` one for each text as well."""
-    table = {(s.metric, s.arm, s.domain): s for s in scores.summary(resamples=resamples)[0]}
-    names = [ALL, *(scores.results if domains else ())]
+    """The line of all windows of the texts in `fitted`, and one of the others', where there are any.
+
+    domains: one for each text as well.
+    """
     found = []
-    for name in names:
-        excess = table["excess_nll", "mapped", name]
+    for name, part in scores.parts(fitted, domains=domains).items():
+        table = {(s.metric, s.arm): s for s in part.summary(resamples=resamples)[0] if s.domain == ALL}
+        excess = table["excess_nll", "mapped"]
         found.append(
             Row(
                 pair,
@@ -54,13 +63,13 @@ def rows_of(
                 excess.value,
                 excess.low,
                 excess.high,
-                table["kl", "mapped", name].value,
-                table["top1", "mapped", name].value,
-                table["attention_cosine", "mapped", name].value,
-                table["attention_cosine_worst", "mapped", name].value,
-                table["excess_nll", "wrong-document", name].value,
-                table["excess_nll", "source", name].value,
-                table["excess_nll", "empty", name].value,
+                table["kl", "mapped"].value,
+                table["top1", "mapped"].value,
+                table["attention_cosine", "mapped"].value,
+                table["attention_cosine_worst", "mapped"].value,
+                table["excess_nll", "wrong-document"].value,
+                table["excess_nll", "source"].value,
+                table["excess_nll", "empty"].value,
                 excess.n,
             )
         )

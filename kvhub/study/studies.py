@@ -10,7 +10,7 @@ from kvhub.evaluation.inject import KvRows
 from kvhub.fit.ridge import PAPER, Regularization
 from kvhub.fit.settings import GRID_LAMBDA
 from kvhub.fit.solve import Solved
-from kvhub.study.measure import AffineCandidate, measure
+from kvhub.study.measure import AffineCandidate, ArmScores, measure
 from kvhub.study.pair import StudyPair
 from kvhub.study.rows import Row, rows_of
 
@@ -48,7 +48,7 @@ def study_sequences(pair: StudyPair) -> Iterator[Row]:
         solved = _solved(pair, share=share)
         if solved is not None:
             count = len(pair.windows(share=share))
-            yield from rows_of(name_of(pair), "sequences", f"n={count}", pair.measure(pair.candidate(solved)))
+            yield from _rows(pair, "sequences", f"n={count}", pair.measure(pair.candidate(solved)))
 
 
 def study_domain(pair: StudyPair) -> Iterator[Row]:
@@ -58,10 +58,10 @@ def study_domain(pair: StudyPair) -> Iterator[Row]:
         solved = _solved(pair, names=chosen)
         if solved is not None:
             scores = pair.measure(pair.candidate(solved))
-            yield from rows_of(name_of(pair), "domain", f"fit={chosen[0]}", scores, domains=True)
+            yield from _rows(pair, "domain", f"fit={chosen[0]}", scores, domains=True)
     solved = _solved(pair)
     assert solved is not None
-    yield from rows_of(name_of(pair), "domain", "fit=all", pair.measure(pair.candidate(solved)), domains=True)
+    yield from _rows(pair, "domain", "fit=all", pair.measure(pair.candidate(solved)), domains=True)
 
 
 def study_direction(pair: StudyPair) -> Iterator[Row]:
@@ -80,10 +80,10 @@ def study_rope(pair: StudyPair) -> Iterator[Row]:
     solved = pair.solve(pair.moments(), k, strength)
     for label, strip, turn in (("content", True, True), ("not re-rotated", True, False)):
         scores = pair.measure(pair.candidate(solved, strip=strip, turn=turn))
-        yield from rows_of(name_of(pair), "rope", label, scores)
+        yield from _rows(pair, "rope", label, scores)
     coupled = pair.solve(pair.moments(rotated=True), k, strength)
     scores = pair.measure(pair.candidate(coupled, strip=False, turn=False))
-    yield from rows_of(name_of(pair), "rope", "coupled", scores)
+    yield from _rows(pair, "rope", "coupled", scores)
 
 
 def study_composition(pair: StudyPair) -> Iterator[Row]:
@@ -102,7 +102,7 @@ def study_composition(pair: StudyPair) -> Iterator[Row]:
         chain = _Chain([ways[hop % 2] for hop in range(hops)])
         # The cache starts at the source; after an even number of hops that is where it is judged.
         bundle = replace(recorded, target=last.identity)
-        yield from rows_of(name_of(pair), "composition", f"hops={hops}", measure(chain, bundle, last))
+        yield from _rows(pair, "composition", f"hops={hops}", measure(chain, bundle, last))
 
 
 class _Chain:
@@ -123,6 +123,12 @@ def _strength(pair: StudyPair) -> Regularization:
     return Regularization() if strength == "auto" else strength
 
 
+def _rows(
+    pair: StudyPair, study: str, variant: str, scores: ArmScores, *, domains: bool = False
+) -> list[Row]:
+    return rows_of(name_of(pair), study, variant, scores, list(pair.text.fit), domains=domains)
+
+
 def _solved(pair: StudyPair, *, names: list[str] | None = None, share: float = 1.0) -> Solved | None:
     """None where the windows give too few rows."""
     try:
@@ -136,7 +142,7 @@ def _ridge(pair: StudyPair, study: str, label: str, k: int | str, strength: Regu
         solved = pair.solve(pair.moments(), k, strength)
     except KvhubError:  # not positive definite: this variant does not exist
         return
-    yield from rows_of(name_of(pair), study, label, pair.measure(pair.candidate(solved)))
+    yield from _rows(pair, study, label, pair.measure(pair.candidate(solved)))
 
 
 STUDIES: dict[str, Callable[[StudyPair], Iterator[Row]]] = {

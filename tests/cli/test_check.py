@@ -15,11 +15,13 @@ from loopback_hub import TOKEN, LoopbackHub
 from loopback_hub.store import Repo
 from starlette.responses import PlainTextResponse
 from support.mappers import make_manifest
+from support.prose import write_text
 from support.ropes import LONGROPE, make_rope
 from support.tiny import TEXT, make_tiny
 
 from kvhub.artifact.tensors import tensor_bytes
 from kvhub.check import check
+from kvhub.cli import run
 from kvhub.model.identify import identify
 
 
@@ -144,6 +146,27 @@ def test_special_tokens_that_differ(tmp_path: Path) -> None:
 def test_padded_vocabularies_are_allowed(tmp_path: Path) -> None:
     one, other = make_tiny(tmp_path / "a"), make_tiny(tmp_path / "b", vocab_size=512)
     assert check(str(one), str(other)).possible
+
+
+def test_tokens_without_an_embedding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Published models have them (a pad token added later): only text that has one is refused."""
+    from transformers import AutoTokenizer
+
+    one, other = (make_tiny(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
+    for path in (one, other):
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer.add_tokens([f"<|added {number}|>" for number in range(5)])  # three rows are spare
+        tokenizer.save_pretrained(path)
+    found = check(str(one), str(other))
+    assert found.possible
+    assert [note.split(" tokens of")[0] for note in found.notes] == ["source: 2", "target: 2"]
+    plain, odd = write_text(tmp_path / "plain.txt", 150), tmp_path / "odd.txt"
+    odd.write_text(plain.read_text().replace("\n", " <|added 4|>\n"))
+    for text, code in ((plain, 0), (odd, 2)):
+        arguments = ["fit", str(one), str(other), "--text", str(text), "--length", "64", "--sequences", "12"]
+        arguments += ["--k", "1", "--stride", "1", "--distill", "0", "--output", str(tmp_path / text.stem)]
+        assert run(arguments) == code
+    assert "the text has token" in capsys.readouterr().err
 
 
 def test_the_same_model_twice(tmp_path: Path) -> None:

@@ -164,3 +164,63 @@ def test_experts_of_eight_bits(tmp_path: Path) -> None:
     save_file(tensors | {name: tensors[name].to(torch.int8)}, file, metadata={"format": "pt"})
     with pytest.raises(Incompatible, match="is I8: quantised weights"):
         describe(path)
+
+
+def mixture(path: Path, **config: object) -> Path:
+    """A mixture of four experts; config.json then says something else."""
+    make_rope(path, "qwen3_moe")
+    said = path / "config.json"
+    said.write_text(json.dumps(json.loads(said.read_text()) | config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_local_experts": 5}, r"no model\.layers\.0\.mlp\.experts\.4\.down_proj\.weight"),
+        ({"num_local_experts": 3}, r"have model\.layers\.0\.mlp\.experts\.3\.\w+\.weight, which a qwen3_moe"),
+        ({"moe_intermediate_size": 32}, r"experts\.\d\.\w+\.weight is \[\d+, \d+\], config\.json says"),
+        ({"mlp_only_layers": [1]}, r"no model\.layers\.1\.mlp\.down_proj\.weight"),
+        ({"decoder_sparse_step": 2}, r"no model\.layers\.0\.mlp\.down_proj\.weight"),
+        ({"num_experts_per_tok": 5}, r"asks 5 of 4 experts a token"),
+        ({"num_experts_per_tok": 0}, r"num_experts_per_tok in config\.json must be a whole number"),
+        ({"rms_norm_eps": -1.0}, r"rms_norm_eps in config\.json must be a number of 0 to 1"),
+        ({"output_attentions": True}, r"output_attentions in config\.json asks for weights that nothing"),
+    ],
+)
+def test_a_config_that_the_experts_contradict(
+    tmp_path: Path, config: dict[str, object], message: str
+) -> None:
+    with pytest.raises(KvhubError, match=message):
+        describe(mixture(tmp_path / "m", **config))
+
+
+def test_layers_of_a_mixture_without_experts(tmp_path: Path) -> None:
+    path = make_rope(tmp_path / "n", "qwen3_moe", decoder_sparse_step=2)
+    describe(path)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({n: t for n, t in tensors.items() if not n.endswith("experts.2.up_proj.weight")}, file,
+              metadata={"format": "pt"})  # fmt: skip
+    with pytest.raises(KvhubError, match=r"no model\.layers\.1\.mlp\.experts\.2\.up_proj"):
+        describe(path)
+
+
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    """As they are in memory: transformers reads that, too."""
+    path = make_rope(tmp_path / "m", "qwen3_moe")
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    fused = {name: t for name, t in tensors.items() if ".experts." not in name}
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gates, ups, downs = (
+            torch.stack([tensors[f"{prefix}{expert}.{part}_proj.weight"] for expert in range(4)])
+            for part in ("gate", "up", "down")
+        )
+        fused |= {f"{prefix}gate_up_proj": torch.cat((gates, ups), 1), f"{prefix}down_proj": downs}
+    save_file(fused, file, metadata={"format": "pt"})
+    describe(path)
+    save_file(fused | {f"{prefix}down_proj": downs[:3].contiguous()}, file, metadata={"format": "pt"})
+    with pytest.raises(Incompatible, match=r"experts\.down_proj is \[3, "):
+        describe(path)

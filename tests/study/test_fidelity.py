@@ -17,7 +17,7 @@ from kvhub.study.pair import StudyPair
 from kvhub.study.recipes import Recipe, named
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = "paper,head-local,off-head-10,first-4-exact,closed-form,default-stretched,default"
+RECIPES = "paper,head-local,off-head-10,first-4-exact,closed-form,default-stretched,default,best"
 
 
 def test_the_same_lines_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,13 +61,14 @@ def test_the_same_lines_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert lines("two.csv") == first
     again = lines("one.csv", "paper,closed-form")  # replaced, not added
     assert sorted(again, key=str) == sorted(first, key=str)
-    assert trained == {("default", 60), ("default-stretched", 60)}
+    assert trained == {("default", 60), ("default-stretched", 60), ("best", 60)}
     keys = {(line["pair"], line["recipe"], line["domain"]) for line in first}
-    assert len(keys) == len(first) == 2 * 7 * 5  # pairs, recipes with default, all a b c other
+    assert len(keys) == len(first) == 2 * 8 * 5  # pairs, recipes with default, all a b c other
     assert all(line["empty_kl"] and line["native_nll"] and line["wrong_document"] for line in first)
     by = {(line["pair"], line["recipe"], line["domain"]): line for line in first}
     names = "closed-form", "default-stretched", "default"
     closed, steps, default = (by["A->B", name, "all"] for name in names)
+    assert int(by["A->B", "best", "all"]["apply_flops"]) <= int(closed["apply_flops"])
     # gradient steps cost nothing to apply, and the norm its weights
     assert all(closed[name] == steps[name] for name in ("k", "bytes", "apply_flops", "native_nll"))
     assert default["apply_flops"] == closed["apply_flops"] and default["kl"] != steps["kl"]

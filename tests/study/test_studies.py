@@ -88,6 +88,15 @@ def test_the_command_writes_csv(root: Path, capsys: pytest.CaptureFixture[str], 
     assert lines[0].startswith("pair,study,variant,domain,excess_nll") and len(lines) == 3
     assert (tmp_path / "out.csv").read_text().splitlines() == lines
     assert run([*arguments[:-2], "--dtype", "float32", "--k", "auto"]) == 2
+    # text that is only judged on has a line of its own, and no part in `all`
+    alone = [line.split(",") for line in lines[1:]]
+    assert run([*arguments, "--other", str(root / "b.txt")]) == 0
+    with_other = [line.split(",") for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [line[3] for line in with_other] == ["all", "other"] * 2
+    assert [line for line in with_other if line[3] == "all"] == alone
+    write_text(tmp_path / "other.txt", 150, seed=5)
+    assert run([*arguments, "--other", str(tmp_path / "other.txt")]) == 2
+    assert "a text cannot be called other" in capsys.readouterr().err
     at = arguments.index("--k")
     without = [*arguments[:at], *arguments[at + 2 :]]
     assert run(without) == 0  # all layers, of which these models have fewer than eight

@@ -30,7 +30,7 @@ def search(
     target: Geometry,
     measure: Measure,
     *,
-    tries: int = 24,
+    tries: int,
     normalise: bool = False,
 ) -> tuple[Choice, list[CurvePoint]]:
     """The best candidate by KL, and every one that was tried, in order.

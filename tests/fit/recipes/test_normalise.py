@@ -205,11 +205,11 @@ def test_a_search_may_choose_it(ready: Ready) -> None:
             attention_cosine_worst=0.8, kl=1.0 - 0.5 * choice.normalise, top1=0.5,
         )  # fmt: skip
 
-    best, _ = search(Choice(2), *shapes, measure, normalise=True)
+    best, _ = search(Choice(2), *shapes, measure, tries=24, normalise=True)
     assert best.normalise and best.label().endswith("keys normalised")
     for found, tried in (
-        search(Choice(2), *shapes, measure),
-        search(Choice(2), *shapes[::-1], measure, normalise=True),
+        search(Choice(2), *shapes, measure, tries=24),
+        search(Choice(2), *shapes[::-1], measure, tries=24, normalise=True),
     ):
         assert not found.normalise and len(tried) > 5
 

@@ -37,7 +37,7 @@ def test_finds_what_is_best_and_costs_no_more() -> None:
         return point(choice, 1.0 + far + choice.off_head / 100 + choice.stretch_keys)
 
     start = Choice(2)
-    best, tried = search(start, SHAPE, SHAPE, measure)
+    best, tried = search(start, SHAPE, SHAPE, measure, tries=24)
     assert best == wanted
     assert best.flops(SHAPE, SHAPE) == start.flops(SHAPE, SHAPE)
     assert len(tried) == 6  # plain, head-local, four lambdas: the rest is for full support
@@ -51,14 +51,14 @@ def test_what_cannot_be_solved_is_left_out() -> None:
             raise KvhubError("not positive definite")
         return point(choice, 1.0)
 
-    best, tried = search(Choice(2), SHAPE, SHAPE, measure)
+    best, tried = search(Choice(2), SHAPE, SHAPE, measure, tries=24)
     assert best.regularization.value == 1e-2 and all(p.regularization == 1e-2 for p in tried)
 
     def never(choice: Choice) -> CurvePoint:
         raise KvhubError("not positive definite")
 
     with pytest.raises(KvhubError, match="positive"):
-        search(Choice(2), SHAPE, SHAPE, never)
+        search(Choice(2), SHAPE, SHAPE, never, tries=24)
 
 
 def test_a_fit_says_what_it_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,11 +75,16 @@ def test_a_fit_says_what_it_tried(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert one.recipe is not None and one.recipe.startswith("best: ")
     curve = one.selection.curve
     assert len(curve) == len({p.recipe for p in curve}) >= 10
+    assert one.training is not None and one.training.steps == 60  # the last axis: the start is kept or beaten
     label = one.recipe.removeprefix("best: ")
     assert next(p for p in curve if p.recipe == label).kl <= min(p.kl for p in curve) / (1 - 0.002) ** 5
     assert "recipe   best: " in capsys.readouterr().out
     assert Manifest.model_validate_json(one.to_bytes()).to_bytes() == one.to_bytes()
     assert run([*arguments, "--k", "auto"]) == 2
+    assert run([*arguments, "--tries", "2", "--distill", "0", "--output", str(tmp_path / "c")]) == 0
+    (directory,) = (tmp_path / "c").iterdir()
+    few = verify_artifact(directory, deep=True)
+    assert few.selection is not None and few.selection.curve == curve[:2] and few.training is None
 
 
 def test_the_papers_recipe(tmp_path: Path) -> None:
