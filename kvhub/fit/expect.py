@@ -11,6 +11,7 @@ from kvhub.fit.accumulate import Progress
 from kvhub.fit.calibration import TAIL, TUNING
 from kvhub.fit.distill.schedule import Distill
 from kvhub.fit.mlp import MlpSettings, parameters, training_rate
+from kvhub.fit.recipes.search import OFF_HEAD
 from kvhub.fit.settings import GRID_LAMBDA, FitSettings
 from kvhub.model.identity import Geometry
 
@@ -26,6 +27,10 @@ def solve_flops(source: Geometry, target: Geometry, settings: FitSettings) -> fl
         width, out = settings.width(source, k), target.features / blocks
         factors = 1 if k == source.num_layers else target.num_layers
         total += 2 * blocks * (factors * width**3 / 3 + target.num_layers * 2 * width**2 * out)
+    if settings.recipe == "best" and settings.support == "full":  # a system for each head of the target
+        width = settings.features(source)
+        each = width**3 / 3 + 2 * width**2 * target.head_dim
+        total += 2 * min(len(OFF_HEAD), settings.tries) * target.num_layers * target.num_kv_heads * each
     return total
 
 

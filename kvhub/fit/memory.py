@@ -24,7 +24,7 @@ def demand_memory(needed: int, *, hint: str, available: int | None = None) -> No
     have = free_memory() if available is None else available
     if have is not None and needed > have:
         raise BadInput(
-            f"this fit needs {needed / 1e9:.1f} GB and {have / 1e9:.1f} GB are free"
+            f"this fit needs {needed / 1e9:.1f} GB and {have / 1e9:.1f} GB may be used"
             " (moments: 16 * F_s * (F_s + F_t) bytes, F = layers * kv_heads * head_dim)",
             hint,
         )

@@ -96,6 +96,18 @@ def _demand_ends(config: Any, tensors: Mapping[str, TensorHeader], root: str, wh
     for name in (norm, *([] if tied else [head])):
         if name not in tensors:
             raise _absent(where, name)
+    for name in (f"{root}norm.bias", "lm_head.bias"):
+        if name in tensors:
+            raise Incompatible(
+                f"{where}: the weights have {name}, which a {config.model_type} has not",
+                "correct config.json, or fetch the model again",
+                code="geometry",
+            )
+    if tensors[norm].shape != (config.hidden_size,):
+        raise Incompatible(
+            f"{where}: {norm} is {list(tensors[norm].shape)}, config.json says [{config.hidden_size}]",
+            code="geometry",
+        )
     found = [name for name in (embedding, head) if name in tensors]
     expected = (config.vocab_size, config.hidden_size)
     for name in found:

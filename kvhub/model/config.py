@@ -78,6 +78,9 @@ def read_config(path: Path) -> ModelConfig:
     with named(str(path)):
         demand_rope(raw, model_type=raw["model_type"], partial=architecture.partial)
     _demand_numbers(path, raw)
+    beside = path / "generation_config.json"  # transformers reads it with the weights
+    if beside.exists():
+        parse_object(read_bounded(beside, limit=CONFIG_LIMIT, follow_symlinks=True), str(beside))
     return ModelConfig(raw, _standardise(path), architecture)
 
 
@@ -93,6 +96,11 @@ def _refuse_layers(path: Path, raw: dict[str, Any]) -> None:
     layer_types = raw.get("layer_types") or []
     if not isinstance(layer_types, list):
         raise BadInput(f"{path}: layer_types in config.json is not a list")
+    if raw.get("is_causal", True) is not True:
+        raise Incompatible(
+            f"{path}: attention to later tokens (is_causal) is not supported: rows would depend on them",
+            code="not_causal",
+        )
     unusual = sorted({str(item) for item in layer_types} - {"full_attention", "sliding_attention"})
     mixed = [key for key in raw if (key in _MIXED and raw[key]) or any(word in key for word in _RECURRENT)]
     if unusual or mixed or any(word in kind for word in ("mamba", "rwkv")):
@@ -157,11 +165,16 @@ _LARGEST = {
     "num_experts_per_tok": 4096,
     "moe_intermediate_size": 1 << 20,
     "decoder_sparse_step": 1024,
+    "num_labels": 1 << 20,
+    "sliding_window": 1 << 31,
 }
 """As in `Geometry`; more layers than that, and transformers would make a list of them."""
-_OR_NONE = ("num_key_value_heads", "head_dim")
+_OR_NONE = ("num_key_value_heads", "head_dim", "sliding_window")
 _TRAINED = "write what the model was trained with, or fetch the model again"
 _SMALL = ("rms_norm_eps", "layer_norm_eps")
+_ANSWERS = {"output_attentions": False, "return_dict": True}
+"""What the output of a forward must be for kvhub to read it."""
+_DTYPES = (None, "auto", "float32", "bfloat16", "float16")
 
 
 def _demand_numbers(path: Path, raw: dict[str, Any]) -> None:
@@ -183,10 +196,23 @@ def _demand_numbers(path: Path, raw: dict[str, Any]) -> None:
                 f"{path}: {key} in config.json must be a number of 0 to 1, got {shown(repr(value), 64)}",
                 _TRAINED,
             )
-    if raw.get("output_attentions"):
+    if type(scale := raw.get("logit_scale", 1)) not in (int, float):
         raise BadInput(
-            f"{path}: output_attentions in config.json asks for weights that nothing reads", "set it to false"
+            f"{path}: logit_scale in config.json must be a number, got {shown(repr(scale), 64)}", _TRAINED
         )
+    for key, wanted in _ANSWERS.items():
+        if raw.get(key, wanted) not in (wanted, None):
+            raise BadInput(
+                f"{path}: {key} in config.json must be {str(wanted).lower()}, got {shown(raw[key], 64)}",
+                "correct it, or leave it out",
+            )
+    for key in ("dtype", "torch_dtype"):
+        if raw.get(key) not in _DTYPES:
+            raise BadInput(
+                f"{path}: {key} in config.json is {shown(repr(raw[key]), 64)}, and kvhub maps rows of"
+                " bfloat16, float16 or float32",
+                "convert the model",
+            )
 
 
 def _standardise(path: Path) -> Any:

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kvhub.errors import AccessDenied, Corrupt, KvhubError, NotFound
+from kvhub.errors import AccessDenied, Corrupt, Incompatible, KvhubError, NotFound
 from kvhub.model.headers import TensorHeader, read_header
 from kvhub.settings import Settings
-from kvhub.strict_json import parse_object, read_bounded
+from kvhub.strict_json import parse_object, read_bounded, shown
 
 WHOLE = 32 << 20
 BLOCK = 64 << 10
@@ -42,24 +42,43 @@ def hub_snapshot(path: Path) -> tuple[str, str] | None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model directory, sorted.
+    """The safetensors files that transformers and SGLang load from a model directory, sorted.
 
-    Errors: `NotFound` (no directory or no safetensors), `Corrupt` (the index names a file that is absent).
+    `model.safetensors`, or the shards that the index names; what lies beside them (Mistral's
+    `consolidated.safetensors`) is another copy. Errors: `NotFound` (no directory, no such files, a shard that
+    is absent), `Corrupt` (the index is none), `Incompatible` where both are there and are not one.
     """
     if not path.is_dir():
         raise NotFound(f"{path} is not a directory")
-    files = sorted(item for item in path.glob("*.safetensors") if item.is_file())
-    if not files:
-        raise NotFound(f"{path} has no safetensors weights", "convert the model with save_pretrained first")
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        content = parse_object(read_bounded(index, limit=64 << 20, follow_symlinks=True), index.name)
-        weight_map = content.get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise Corrupt(f"{index}: no weight_map")
-        if missing := {str(name) for name in weight_map.values()} - {item.name for item in files}:
-            raise NotFound(f"{path}: weights {min(missing)[:120]!r} are missing", "download the model again")
-    return files
+    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if not index.exists():
+        if whole.is_file():
+            return [whole]
+        other = next(path.glob("*.safetensors"), None)
+        what = "no safetensors weights"
+        if other is not None:
+            what = f"{shown(other.name, 80)}, but no model.safetensors and no index of shards"
+        raise NotFound(f"{path} has {what}", "convert the model with save_pretrained first")
+    named = _indexed(index)
+    there = {item.name for item in path.glob("*.safetensors") if item.is_file()}
+    if missing := named - there:
+        raise NotFound(f"{path}: weights {min(missing)[:120]!r} are missing", "download the model again")
+    if whole.name in there - named:
+        raise Incompatible(
+            f"{path} has model.safetensors and an index of other files: one of them is left over",
+            "remove it, or fetch the model again",
+            code="geometry",
+        )
+    return [path / name for name in sorted(named)]
+
+
+def _indexed(index: Path) -> set[str]:
+    """Names of the shards."""
+    content = parse_object(read_bounded(index, limit=64 << 20, follow_symlinks=True), str(index))
+    weight_map = content.get("weight_map")
+    if not (isinstance(weight_map, dict) and weight_map and isinstance(content.get("metadata"), dict)):
+        raise Corrupt(f"{index}: no index of weights (weight_map and metadata)", "download the model again")
+    return {str(name) for name in weight_map.values()}
 
 
 def weight_headers(files: Sequence[Path]) -> dict[str, TensorHeader]:

@@ -16,6 +16,8 @@ _REPOSITORY = re.compile(r"^[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}$")
 _REVISION = re.compile(r"^[A-Za-z0-9][\w./-]{0,254}$")
 _SMALL = ["*.json", "*.jinja", "*.model", "*.txt"]
 _PATTERNS = ["*.safetensors", *_SMALL]
+_SECOND = ["consolidated*.safetensors"]
+"""Mistral's second copy of the weights, which nothing here loads."""
 
 
 def resolve(ref: str, *, revision: str | None = None, weights: bool = True) -> Path:
@@ -54,7 +56,9 @@ def _download(repository: str, revision: str | None, patterns: list[str]) -> Pat
     quiet_client()
     bounds.install()
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(repository, revision=revision, allow_patterns=patterns, ignore_patterns=_SECOND)
+        )
     except KvhubError:  # of what bounds the client
         raise
     except HFValidationError:

@@ -64,6 +64,9 @@ def _written(raw: Mapping[str, Any]) -> dict[str, Any]:
             given.setdefault(key, raw[key])
     variant = VARIANTS.get(kind) if isinstance(kind, str) else None
     length = "original_max_position_embeddings"
+    if variant is not None and given.get(length, raw.get(length)) != raw.get(length, given.get(length)):
+        here, within = _got(raw[length]), _got(given[length])
+        raise BadInput(f"{length} in config.json is {here}, and {within} within its RoPE parameters", CORRECT)
     if variant is not None and length in variant.required and length not in given:
         # transformers takes the other length, which is checked with the numbers of the geometry.
         given[length] = raw.get(length, 1)

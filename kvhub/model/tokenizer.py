@@ -23,7 +23,9 @@ def load_tokenizer(path: Path) -> Any:
 
     try:
         with quietly():
-            return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            len(tokenizer("a", truncation=False).input_ids)  # settings that it cannot work with show here
+            return tokenizer
     except Exception as error:  # transformers and tokenizers raise many kinds for a bad file
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BadInput(

@@ -185,7 +185,7 @@ def mixture(path: Path, **config: object) -> Path:
         ({"num_experts_per_tok": 5}, r"asks 5 of 4 experts a token"),
         ({"num_experts_per_tok": 0}, r"num_experts_per_tok in config\.json must be a whole number"),
         ({"rms_norm_eps": -1.0}, r"rms_norm_eps in config\.json must be a number of 0 to 1"),
-        ({"output_attentions": True}, r"output_attentions in config\.json asks for weights that nothing"),
+        ({"output_attentions": True}, r"output_attentions in config\.json must be false, got True"),
     ],
 )
 def test_a_config_that_the_experts_contradict(
@@ -223,4 +223,54 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
     describe(path)
     save_file(fused | {f"{prefix}down_proj": downs[:3].contiguous()}, file, metadata={"format": "pt"})
     with pytest.raises(Incompatible, match=r"experts\.down_proj is \[3, "):
+        describe(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"is_causal": False}, r"attention to later tokens \(is_causal\) is not supported"),
+        ({"is_causal": 0}, r"is_causal"),
+        ({"return_dict": False}, r"return_dict in config\.json must be true, got False"),
+        ({"num_labels": 10**9}, r"num_labels in config\.json must be a whole number"),
+        ({"sliding_window": 10**30}, r"sliding_window in config\.json must be a whole number"),
+        ({"logit_scale": None}, r"logit_scale in config\.json must be a number"),
+        ({"dtype": "float64"}, r"dtype in config\.json is 'float64', and kvhub maps rows of"),
+        (
+            {
+                "original_max_position_embeddings": 32,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 256,
+                },
+            },
+            r"original_max_position_embeddings in config\.json is 32, and 256 within",
+        ),
+    ],
+)
+def test_a_config_that_no_forward_can_use(tmp_path: Path, config: dict[str, object], message: str) -> None:
+    with pytest.raises(KvhubError, match=message):
+        describe(contradicted(tmp_path / "m", **config))
+
+
+def test_the_ends_of_a_model(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path / "m")
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for odd, message in (
+        ({"model.norm.weight": torch.ones(7)}, r"model\.norm\.weight is \[7\], config\.json says \[48\]"),
+        ({"lm_head.bias": torch.ones(320)}, r"have lm_head\.bias, which a qwen3 has not"),
+    ):
+        save_file(tensors | odd, file, metadata={"format": "pt"})
+        with pytest.raises(Incompatible, match=message):
+            describe(path)
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "{"])
+def test_a_generation_config_that_is_none(tmp_path: Path, content: str) -> None:
+    path = make_tiny(tmp_path / "m")
+    (path / "generation_config.json").write_text(content)
+    with pytest.raises(Corrupt, match=r"generation_config\.json"):
         describe(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 
@@ -10,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 from support.tiny import make_tiny
 
-from kvhub.errors import Corrupt, NotFound
+from kvhub.errors import Corrupt, Incompatible, NotFound
 from kvhub.model import fingerprint
-from kvhub.model.fingerprint import hub_snapshot, weights_revision
+from kvhub.model.fingerprint import hub_snapshot, weight_files, weights_revision
+from kvhub.model.identify import describe
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -43,8 +45,34 @@ def test_stable_under_copy_rename_and_memory(tmp_path):
     assert weights_revision(path) == first  # from memory
     assert weights_revision(shutil.copytree(path, tmp_path / "b")) == first
     path.rename(tmp_path / "c")
-    (tmp_path / "c" / "model.safetensors").rename(tmp_path / "c" / "weights.safetensors")
     assert weights_revision(tmp_path / "c") == first
+    (tmp_path / "c" / "model.safetensors").rename(tmp_path / "c" / "weights.safetensors")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "weights.safetensors"}}
+    (tmp_path / "c" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weights_revision(tmp_path / "c") == first
+
+
+def test_what_is_loaded(tmp_path):
+    """What transformers and SGLang load, and not what lies beside it."""
+    path = make_tiny(tmp_path / "a")
+    first, index = weights_revision(path), path / "model.safetensors.index.json"
+    save_file(
+        {"layers.0.attention.wq.weight": torch.ones(4)}, path / "consolidated.safetensors"
+    )  # as Mistral
+    assert [file.name for file in weight_files(path)] == ["model.safetensors"]
+    assert weights_revision(path) == first
+    describe(path)
+    for content in ("{}", '{"weight_map": {}}', '{"metadata": [], "weight_map": {"a": "model.safetensors"}}'):
+        index.write_text(content)
+        with pytest.raises(Corrupt, match="no index of weights"):
+            weight_files(path)
+    index.write_text('{"metadata": {}, "weight_map": {"a": "consolidated.safetensors"}}')
+    with pytest.raises(Incompatible, match="an index of other files"):
+        weight_files(path)
+    index.unlink()
+    (path / "model.safetensors").unlink()
+    with pytest.raises(NotFound, match=r"has consolidated\.safetensors, but no model\.safetensors"):
+        weight_files(path)
 
 
 def test_one_byte_in_a_small_file(tmp_path):
