@@ -58,8 +58,8 @@ def exchange_directory() -> Iterator[Path]:
 def mappers(home: str) -> dict[str, dict[str, str]]:
     """The mappers of a home by the name of their target: `path` and `digest`."""
     found = {}
-    for folder in sorted(Path(home, "mappers").iterdir()):
-        target = json.loads((folder / "manifest.json").read_text())["target"]["name"]
+    for manifest in sorted(Path(home, "mappers").glob("*/manifest.json")):  # locks lie there, too
+        folder, target = manifest.parent, json.loads(manifest.read_text())["target"]["name"]
         found[target] = {"path": str(folder), "digest": folder.name}
     return found
 

@@ -84,7 +84,8 @@ class DirectoryExchange:
         try:
             with self._open(key) as file:
                 data = _read(file, _HEADER_READ + layout.nbytes)
-                os.utime(file.fileno())
+                with contextlib.suppress(OSError):  # on a disk that became read-only blocks are as good
+                    os.utime(file.fileno())
             return decode(data, key, model, layout)
         except FileNotFoundError:
             raise BlockMissing(key.hex()) from None

@@ -56,14 +56,23 @@ def check_root(root: Path) -> None:
 
 
 def open_root(root: Path) -> None:
-    """Make the directory (mode 0700) where it is absent, check it and mark it. Errors: see `check_root`."""
-    with contextlib.suppress(FileExistsError, NotADirectoryError):
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_root(root)
-    with contextlib.suppress(FileExistsError):
-        handle = os.open(root / MARKER, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(handle, "w") as file:
-            file.write(_TEXT)
+    """Make the directory (mode 0700) where it is absent, check it and mark it.
+
+    Errors: see `check_root`; `AccessDenied` where it cannot be made or written.
+    """
+    try:
+        with contextlib.suppress(FileExistsError, NotADirectoryError):
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_root(root)
+        with contextlib.suppress(FileExistsError):
+            handle = os.open(root / MARKER, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(handle, "w") as file:
+                file.write(_TEXT)
+    except OSError as error:
+        raise AccessDenied(
+            f"exchange directory {root} cannot be made or written: {error.strerror or error}",
+            "name another directory, or let this user write it",
+        ) from error
 
 
 def is_marked(root: Path) -> bool:

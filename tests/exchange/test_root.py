@@ -85,3 +85,8 @@ def test_one_that_others_may_enter_is_refused_by_a_look(root: Path) -> None:
     root.chmod(0o750)
     with pytest.raises(AccessDenied, match="not private"):
         check_root(root)
+
+
+def test_one_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(AccessDenied, match=r"/proc/nope cannot be made or written: "):
+        open_root(Path("/proc/nope"))
