@@ -70,7 +70,8 @@ def compare(pair: StudyPair, how: MlpSettings, layers: list[int]) -> dict[str, o
     networks = fit_networks(ridge, *sides, pair.mixed(), known, how, only=layers)
     seconds = time.perf_counter() - began
     replaced = tuple(f"layers.{layer}." for layer in layers)
-    others = {name: tensor for name, tensor in ridge.tensors.items() if not name.startswith(replaced)}
+    ours = {name: tensor for name, tensor in ridge.tensors.items() if name.startswith(replaced)}
+    others = {name: tensor for name, tensor in ridge.tensors.items() if name not in ours}
     shape = pair.target.identity.geometry
     mixed = AffineCandidate(
         {**others, **networks.tensors}, ridge.layers, pair.source.identity, pair.target.identity,
@@ -86,10 +87,7 @@ def compare(pair: StudyPair, how: MlpSettings, layers: list[int]) -> dict[str, o
         "steps": networks.training.steps,
         "loss": networks.training.curve,
         "fit_seconds": round(seconds),
-        "bytes": {"mlp": stored_bytes(networks), "ridge": sum(
-            tensor.numel() * tensor.element_size()
-            for name, tensor in ridge.tensors.items() if name.startswith(replaced)
-        )},
+        "bytes": {"mlp": stored_bytes(networks), "ridge": stored_bytes(replace(ridge, tensors=ours))},
         "held_out": {name: len(windows) for name, windows in pair.text.held_out.items()},
         "positions": int(plain.positions().sum()),
         "native_nll": plain.mean("native"),

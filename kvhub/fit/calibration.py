@@ -23,6 +23,11 @@ TAIL = 64
 """Tokens at their end that the target runs, at most."""
 
 
+def tail_of(length: int) -> int:
+    """Tokens that the target runs of a tuning window of `length`."""
+    return min(TAIL, length // 4)
+
+
 @dataclass(frozen=True)
 class Corpus:
     """One text (a domain): its two sides, which share no document and no template."""

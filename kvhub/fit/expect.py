@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from kvhub.fit.accumulate import Progress
-from kvhub.fit.calibration import TAIL, TUNING
+from kvhub.fit.calibration import TUNING, tail_of
 from kvhub.fit.distill.schedule import Distill
 from kvhub.fit.mlp import MlpSettings, parameters, training_rate
 from kvhub.fit.recipes.search import OFF_HEAD
@@ -47,12 +47,7 @@ def choice_windows(source: Geometry, target: Geometry, settings: FitSettings, *,
     """What measuring candidates costs, in windows of both models: tails of the target, and once all of it."""
     shapes = (source, target)[: 1 + both]
     tried = sum(len(_tried(shape, settings)) - 1 for shape in shapes)
-    return TUNING * (tried * tail_of(settings) / settings.longest + len(shapes)) if tried else 0.0
-
-
-def tail_of(settings: FitSettings) -> int:
-    """Tokens that the target runs of a window to choose on."""
-    return min(TAIL, settings.longest // 4)
+    return TUNING * (tried * tail_of(settings.longest) / settings.longest + len(shapes)) if tried else 0.0
 
 
 def solve_seconds(source: Geometry, target: Geometry, settings: FitSettings, *, both: bool) -> float:

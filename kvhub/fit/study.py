@@ -21,7 +21,7 @@ from kvhub.evaluation.inject import KvRows, run
 from kvhub.evaluation.metrics import attention_cosines, compare_logits
 from kvhub.evaluation.probe import QueryProbe
 from kvhub.fit.accumulate import Progress
-from kvhub.fit.calibration import TAIL
+from kvhub.fit.calibration import tail_of
 from kvhub.fit.capture import Capture
 from kvhub.fit.moments import PairMoments
 from kvhub.fit.recipes.choice import Choice, solve_choice
@@ -172,7 +172,7 @@ def _tail(windows: Tensor, settings: FitSettings) -> int:
     if not len(windows):
         raise BadInput("there are no windows to choose on", "give more text")
     length = windows.shape[1]
-    tail = min(TAIL, length // 4)
+    tail = tail_of(length)
     if tail < 2 or length - tail <= settings.exact_prefix:
         raise BadInput("choosing needs longer windows", "use a longer --length")
     return tail

@@ -80,11 +80,8 @@ def demand_shapes(known: Parts, tensors: Mapping[str, TensorHeader], where: str)
     """
     for name, tensor in tensors.items():
         match = _LAYER.match(name)
-        expected = known.get(match[3]) if match else None
-        if expected is not None and tensor.shape != expected:
-            raise Incompatible(
-                f"{where}: {name} is {list(tensor.shape)}, config.json says {list(expected)}", code="geometry"
-            )
+        if match and match[3] in known:
+            _demand_shape(name, tensor, known[match[3]], where)
 
 
 def _demand_ends(config: Any, tensors: Mapping[str, TensorHeader], root: str, where: str) -> list[str]:
@@ -103,20 +100,18 @@ def _demand_ends(config: Any, tensors: Mapping[str, TensorHeader], root: str, wh
                 "correct config.json, or fetch the model again",
                 code="geometry",
             )
-    if tensors[norm].shape != (config.hidden_size,):
-        raise Incompatible(
-            f"{where}: {norm} is {list(tensors[norm].shape)}, config.json says [{config.hidden_size}]",
-            code="geometry",
-        )
+    _demand_shape(norm, tensors[norm], (config.hidden_size,), where)
     found = [name for name in (embedding, head) if name in tensors]
-    expected = (config.vocab_size, config.hidden_size)
     for name in found:
-        if tensors[name].shape != expected:
-            raise Incompatible(
-                f"{where}: {name} is {list(tensors[name].shape)}, config.json says {list(expected)}",
-                code="geometry",
-            )
+        _demand_shape(name, tensors[name], (config.vocab_size, config.hidden_size), where)
     return [*found, norm]
+
+
+def _demand_shape(name: str, tensor: TensorHeader, expected: tuple[int, ...], where: str) -> None:
+    if tensor.shape != expected:
+        raise Incompatible(
+            f"{where}: {name} is {list(tensor.shape)}, config.json says {list(expected)}", code="geometry"
+        )
 
 
 def _absent(where: str, name: str) -> Corrupt:
